@@ -3,6 +3,7 @@
 - `schema`: the tree of dataclasses, with the meaning of every key.
 - `load_toml`: load the tree from TOML text and overrides, and turn it back into TOML.
 - `aliases`: the old names of keys, still read with a warning.
+- `foreign_names`: names of other libraries' settings, answered with ours.
 - `presets`: the short names of `rl.algorithm`.
 - `paths`: find the paths that a configuration names, and make them absolute.
 - `checks/`: find what cannot work before anything is loaded (`check`).
@@ -24,6 +25,8 @@ from headrace.config.schema import (
     Config,
     CorrectionConfig,
     CriticConfig,
+    DistillConfig,
+    DpoConfig,
     EngineConfig,
     EvalConfig,
     FilterConfig,
@@ -41,6 +44,7 @@ from headrace.config.schema import (
     ScheduleConfig,
     SftConfig,
     SourceConfig,
+    TeacherConfig,
     TinyModelConfig,
 )
 
@@ -52,6 +56,8 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "CriticConfig",
+    "DistillConfig",
+    "DpoConfig",
     "EngineConfig",
     "EvalConfig",
     "FilterConfig",
@@ -69,6 +75,7 @@ __all__ = [
     "ScheduleConfig",
     "SftConfig",
     "SourceConfig",
+    "TeacherConfig",
     "TinyModelConfig",
     "absolute_paths",
     "check",

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.config.aliases import OLD_KEYS, new_key, old_names_in, use_new_names
+from headrace.config.foreign_names import foreign_hint
 from headrace.config.introspect import describe, field_type, keys, table_class, toml_name
 from headrace.config.presets import apply_preset
 from headrace.config.schema import Config
@@ -53,7 +54,8 @@ def load_config(
         tree["rl"] = {_field_names(("rl", key))[1]: value for key, value in rl.items()}
     try:
         for path in _unknown_keys(tree, Config, ()):
-            raise _Wrong(path, f"unknown key '{_dotted(path)}'; {_nearest_key(path)}")
+            hint = foreign_hint(_dotted(path), _value_at(tree, path)) or _nearest_key(path)
+            raise _Wrong(path, f"unknown key '{_dotted(path)}'; {hint}")
         if isinstance(rl := tree.get("rl"), dict):
             tree["rl"] = apply_preset({**rl_defaults(rl), **rl})
         try:
@@ -193,6 +195,12 @@ def _unknown_keys(tree: dict[str, Any], cls: type, path: KeyPath) -> Iterator[Ke
         for position, table in tables:
             if inner is not None and isinstance(table, dict):
                 yield from _unknown_keys(table, inner, (*path, key) if position is None else (*path, key, position))
+
+
+def _value_at(tree: Any, path: KeyPath) -> Any:
+    for part in path:
+        tree = tree[part]
+    return tree
 
 
 def _nearest_key(path: KeyPath) -> str:
