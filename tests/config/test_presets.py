@@ -120,4 +120,5 @@ def test_dapo_of_single_answers_counts_one_turn_and_keeps_what_the_file_says() -
     ],
 )
 def test_what_would_not_be_dapo_is_refused(override: str, sentence: str, tmp_path: Path) -> None:
-    assert sentence in problem(load("rl.algorithm=dapo", override), tmp_path)
+    short = ("rl.max_prompt_tokens=100", "rl.max_episode_tokens=400")
+    assert sentence in problem(load("rl.algorithm=dapo", *short, override), tmp_path)
