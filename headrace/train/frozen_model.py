@@ -6,6 +6,7 @@ Shape letters: T packed tokens, R tokens that have a weight, D width.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.algo.packing import pack
@@ -16,6 +17,9 @@ from headrace.model.lora import ADAPTER
 from headrace.model.value_head import has_scalar_head, scalars
 from headrace.train.batch import packed_targets
 from headrace.types import Datum, FloatArray, IntArray, float_array, int_array
+
+
+Rows = npt.NDArray[np.intp]
 
 
 class FrozenScorer:
@@ -70,7 +74,7 @@ class FrozenScorer:
         return [(int_array(of), float_array(values)) for of, values in zip(tokens, logprobs, strict=True)]
 
     @torch.no_grad()
-    def _top_of_micro_batch(self, batch: Sequence[Datum], count: int) -> tuple[IntArray, IntArray, FloatArray]:
+    def _top_of_micro_batch(self, batch: Sequence[Datum], count: int) -> tuple[Rows, IntArray, FloatArray]:
         """Return the rows of the packed tokens that have a weight, and their likeliest tokens with log-probs."""
         device, lengths = self.lm.device, tuple(datum.num_tokens for datum in batch)
         rows = np.flatnonzero(np.concatenate([datum.arrays["weights"] for datum in batch]))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from headrace.algo.losses import find_loss
 from headrace.loops.checkpointer import Checkpointer
@@ -69,7 +70,7 @@ def asks(path: str) -> TopTokens:
 
 
 def dense_logprobs(path: str, tokens: Sequence[int], temperature: float) -> torch.Tensor:
-    model = load_model(path, dtype=torch.float64).model
+    model = AutoModelForCausalLM.from_pretrained(path).double()  # without our attention and our head
     with torch.no_grad():
         logits = model(torch.tensor([list(tokens)])).logits[0].double()
     return (logits / temperature).log_softmax(-1)
