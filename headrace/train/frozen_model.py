@@ -18,7 +18,6 @@ from headrace.model.value_head import has_scalar_head, scalars
 from headrace.train.batch import packed_targets
 from headrace.types import Datum, FloatArray, IntArray, float_array, int_array
 
-
 Rows = npt.NDArray[np.intp]
 
 
