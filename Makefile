@@ -15,7 +15,7 @@
 #   make wheel       the wheel, in dist/
 #   make test-wheel  the wheel installed into an empty environment: commands, package data, a small run; some minutes
 #   make check       formatting, lint, types, import layers, then make test
-#   make docs        write docs/api.md and docs/map.md from docstrings
+#   make docs        write docs/api.md and docs/map.md from docstrings, docs/names.md from its table
 #   make proto       compile the service's wire.proto into the checked-in wire.binpb
 #   make bench       every script in bench/ but the slow one; the last line of each is JSON
 #   make bench-slow  bench/staleness_quality.py: sixty training runs, an hour or more of two cores
@@ -130,6 +130,7 @@ check-static: $(DEV)
 docs: | $(BIN)/python
 	PYTHONPATH=$(CURDIR) $(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_map.py
+	PYTHONPATH=$(CURDIR) $(BIN)/python docs/make_names.py
 
 proto: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I headrace/service/wire --descriptor_set_out=headrace/service/wire/wire.binpb wire.proto

@@ -152,7 +152,7 @@ def train(
         ),
     ] = "info",
 ) -> None:
-    """Run the stages of a file: [sft], [reward_model], [rl]."""
+    """Run the stages of a file: [sft], [distill], [dpo], [reward_model], [rl]."""
     if os.environ.get("HEADRACE_DEBUG") != "1":
         logging.getLogger("headrace").setLevel(log_level.upper())
     if run is not None and not resume:
@@ -202,9 +202,19 @@ def demonstrate(
     tasks: Annotated[int, typer.Option(min=1, help="Number of the file's [rl.tasks] to play.")] = 100,
     samples: Annotated[int, typer.Option(min=1, help="Number of episodes per task.")] = 1,
     keep_all: Annotated[bool, typer.Option("--all", help="Write failures as well as successes.")] = False,
+    best_of: Annotated[
+        int | None, typer.Option(min=2, help="Play so many episodes per task and write the best one.")
+    ] = None,
+    min_reward: Annotated[
+        float | None, typer.Option(help="Write the episodes of at least this reward, in place of the successes.")
+    ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Write a model's episodes of [rl.tasks] as data for [sft]."""
+    if keep_all and min_reward is not None:
+        raise typer.BadParameter("--all keeps every episode: leave --min-reward out")
+    if best_of is not None and samples != 1:
+        raise typer.BadParameter("--best-of is the number of episodes per task: leave --samples out")
     from headrace.wiring.checked_config import load_checked, model_override
 
     config = load_checked(file, [*(overrides or []), model_override(policy)], command="demonstrate")
@@ -212,7 +222,15 @@ def demonstrate(
 
     with ending_at_once():
         run_demonstrations = wiring.demonstrate
-    done = run_demonstrations(config, out, tasks=tasks, samples=samples, keep_all=keep_all)
+    done = run_demonstrations(
+        config,
+        out,
+        tasks=tasks,
+        samples=best_of or samples,
+        keep_all=keep_all,
+        best_only=best_of is not None,
+        min_reward=min_reward,
+    )
     print(f"{done.written} of {done.played} episodes are in {out}")
 
 

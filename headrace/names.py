@@ -17,10 +17,10 @@ ANCHORS = ("auto", "state", "observation")  # of `rl.anchor`, besides a user's f
 
 # of `rl.loss`, alone or as terms of a sum, besides a user's functions
 LOSSES = (
-    "cross_entropy", "distillation", "importance_sampling",
+    "cross_entropy", "distillation", "teacher_kl_reverse", "teacher_kl_forward", "importance_sampling",
     "ppo", "conservative_ppo", "decoupled_ppo", "loglinear_ppo", "m2po", "gspo", "gspo_token", "sequence_ppo",
     "cispo", "aipo", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis",
-    "sapo", "dro", "discriminative", "dpo", "ipo", "bradley_terry",
+    "sapo", "dro", "discriminative", "dpo", "ipo", "kto", "orpo", "simpo", "bradley_terry",
     "value", "value_clipped", "shared_value",
     "reference_kl_k1_k2", "reference_kl_k2", "reference_kl_k3", "reference_kl_k3_k2", "reference_kl_weighted",
     "sampler_kl", "entropy_bonus",

@@ -64,7 +64,7 @@ def test_help_needs_neither_torch_nor_the_configuration() -> None:
     assert done.stdout.splitlines()[-1] == "end"
     for command in ("demo", "train", "eval", "demonstrate", "explain", "doctor", "verify", "report"):
         assert f"  {command} " in done.stdout
-    assert "[sft], [reward_model], [rl]" in done.stdout
+    assert "[sft], [distill], [dpo]" in done.stdout
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that cannot be read at its beginning")

@@ -4,6 +4,7 @@
 - `load_toml`: load the tree from TOML text and overrides, and turn it back into TOML.
 - `aliases`: the old names of keys, still read with a warning.
 - `refusals`: what other frameworks have and this one does not, refused by name.
+- `foreign_names`: names of other libraries' settings, answered with ours.
 - `presets`: the short names of `rl.algorithm`.
 - `paths`: find the paths that a configuration names, and make them absolute.
 - `checks/`: find what cannot work before anything is loaded (`check`).
@@ -25,6 +26,8 @@ from headrace.config.schema import (
     Config,
     CorrectionConfig,
     CriticConfig,
+    DistillConfig,
+    DpoConfig,
     EngineConfig,
     EvalConfig,
     FilterConfig,
@@ -42,6 +45,7 @@ from headrace.config.schema import (
     ScheduleConfig,
     SftConfig,
     SourceConfig,
+    TeacherConfig,
     TinyModelConfig,
 )
 
@@ -53,6 +57,8 @@ __all__ = [
     "Config",
     "CorrectionConfig",
     "CriticConfig",
+    "DistillConfig",
+    "DpoConfig",
     "EngineConfig",
     "EvalConfig",
     "FilterConfig",
@@ -70,6 +76,7 @@ __all__ = [
     "ScheduleConfig",
     "SftConfig",
     "SourceConfig",
+    "TeacherConfig",
     "TinyModelConfig",
     "absolute_paths",
     "check",

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from headrace.config.aliases import OLD_KEYS, new_key, old_names_in, use_new_names
+from headrace.config.foreign_names import foreign_hint
 from headrace.config.introspect import describe, field_type, keys, table_class, toml_name
 from headrace.config.presets import apply_preset
 from headrace.config.refusals import refusal
@@ -56,7 +57,8 @@ def load_config(
     try:
         for path in _unknown_keys(tree, Config, ()):
             refused = refusal(_dotted(path), str(path[-1]), _value_at(tree, path))
-            raise _Wrong(path, refused or f"unknown key '{_dotted(path)}'; {_nearest_key(path)}")
+            hint = foreign_hint(_dotted(path), _value_at(tree, path)) or _nearest_key(path)
+            raise _Wrong(path, refused or f"unknown key '{_dotted(path)}'; {hint}")
         if isinstance(rl := tree.get("rl"), dict):
             tree["rl"] = apply_preset({**rl_defaults(rl), **rl})
         try:

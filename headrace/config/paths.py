@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 from headrace.config.schema import (
     Config,
     CriticConfig,
+    DistillConfig,
+    DpoConfig,
     RewardModelConfig,
     RewardTermConfig,
     RlConfig,
@@ -16,7 +18,7 @@ from headrace.config.schema import (
 )
 from headrace.names import NAMED_MODELS
 
-Stage = TypeVar("Stage", SftConfig, RewardModelConfig)
+Stage = TypeVar("Stage", SftConfig, DpoConfig, RewardModelConfig)
 Locate = Callable[[str, str], str]  # the key and the path that it names -> the path to use
 REMOTE = "openai:"  # before the name of a remote model
 SERVICE_STATE = "service.json"  # in a checkpoint whose weights a service keeps: says where
@@ -97,6 +99,8 @@ def map_paths(config: Config, locate: Locate) -> Config:
         config,
         model=model,
         sft=None if config.sft is None else _sources(config.sft, "sft", locate),
+        distill=None if config.distill is None else _distill(config.distill, locate),
+        dpo=None if config.dpo is None else _dpo(config.dpo, locate),
         reward_model=None if config.reward_model is None else _sources(config.reward_model, "reward_model", locate),
         rl=None if config.rl is None else _rl(config.rl, locate),
         eval=replace(config.eval, source=None if source is None else _source(source, "eval.source", locate)),
@@ -139,6 +143,23 @@ def _sources(stage: Stage, key: str, locate: Locate) -> Stage:
     held_out = None if stage.held_out is None else _source(stage.held_out, f"{key}.held_out", locate)
     sources = tuple(_source(source, f"{key}.sources[{number}]", locate) for number, source in enumerate(stage.sources))
     return replace(stage, sources=sources, held_out=held_out)
+
+
+def _distill(c: DistillConfig, locate: Locate) -> DistillConfig:
+    teachers = tuple(
+        replace(
+            teacher,
+            path=locate(f"distill.teachers[{number}].path", teacher.path),
+            tasks=_source(teacher.tasks, f"distill.teachers[{number}].tasks", locate),
+        )
+        for number, teacher in enumerate(c.teachers)
+    )
+    return replace(c, teachers=teachers)
+
+
+def _dpo(c: DpoConfig, locate: Locate) -> DpoConfig:
+    reference = None if c.reference is None else locate("dpo.reference", c.reference)
+    return replace(_sources(c, "dpo", locate), reference=reference)
 
 
 def _critic(critic: CriticConfig, locate: Locate) -> CriticConfig:

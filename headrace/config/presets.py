@@ -1,16 +1,19 @@
-"""The short names of `rl.algorithm`: each stands for a credit method, a loss, a weighting and, for PPO, a critic.
+"""The short names of `rl.algorithm`: each stands for a credit method, a loss and a weighting, PPO also for a critic,
+DAPO also for clip bounds, a filter and a length penalty.
 
 A key that a file sets wins over the preset, as long as the result is still that algorithm.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.config.introspect import default_of
 from headrace.config.paths import split_sum
-from headrace.config.schema import RlConfig
-from headrace.names import CREDITS, CRITIC_CREDITS, LOSSES, WEIGHTINGS
+from headrace.config.schema import RlConfig, SamplingConfig
+from headrace.names import CREDITS, CRITIC_CREDITS, FILTERS, LENGTH, LOSSES, WEIGHTINGS
 
+OVERLONG_SHARE = 5  # the penalty begins a fifth before the longest answer
 PPO_LOSSES = ("ppo", "conservative_ppo", "decoupled_ppo", "loglinear_ppo")
 
 
@@ -22,10 +25,23 @@ class AlgorithmPreset:
     losses: tuple[str, ...]  # one of them must be a term of the loss, which may have more terms
     weighting: str
     critic: bool = False
+    loss_params: Mapping[str, float] = field(default_factory=dict)  # those that the file does not set
+    filter: str | None = None  # of groups, unless the file has filters
+    overlong_penalty: bool = False  # a reward "length", unless the file has one
+    without_reference: bool = False  # no KL to a reference model
 
 
 ALGORITHMS: Mapping[str, AlgorithmPreset] = {
     "grpo": AlgorithmPreset(credits=("grpo",), losses=PPO_LOSSES, weighting="sequence_mean"),
+    "dapo": AlgorithmPreset(
+        credits=("grpo",),
+        losses=PPO_LOSSES,
+        weighting="token_mean",
+        loss_params={"clip_low": 0.2, "clip_high": 0.28},
+        filter="reward_spread",
+        overlong_penalty=True,
+        without_reference=True,
+    ),
     "dr_grpo": AlgorithmPreset(credits=("dr_grpo",), losses=PPO_LOSSES, weighting="constant"),
     "rloo": AlgorithmPreset(credits=("rloo",), losses=("sequence_ppo", *PPO_LOSSES), weighting="sequence_mean"),
     "reinforce_pp": AlgorithmPreset(
@@ -38,6 +54,7 @@ ALGORITHMS: Mapping[str, AlgorithmPreset] = {
 }
 assert all(set(algorithm.credits) <= set(CREDITS) for algorithm in ALGORITHMS.values())
 assert all(set(algorithm.losses) <= set(LOSSES) for algorithm in ALGORITHMS.values())
+assert all(algorithm.filter in (None, *FILTERS) for algorithm in ALGORITHMS.values())
 assert all(algorithm.weighting in WEIGHTINGS for algorithm in ALGORITHMS.values())
 
 
@@ -51,8 +68,40 @@ def apply_preset(rl: Mapping[str, Any]) -> dict[str, Any]:
     chosen = ALGORITHMS.get(name) if isinstance(name, str) else None
     if chosen is None:
         return dict(rl)
-    critic: dict[str, Any] = {"critic": {}} if chosen.critic else {}
-    return {"credit": chosen.credits[0], "loss": chosen.losses[0], "weighting": chosen.weighting, **critic, **rl}
+    filled: dict[str, Any] = {
+        "credit": chosen.credits[0],
+        "loss": chosen.losses[0],
+        "weighting": chosen.weighting,
+        **({"critic": {}} if chosen.critic else {}),
+        **({"filters": [{"fn": chosen.filter}]} if chosen.filter else {}),
+        **rl,
+    }
+    if chosen.loss_params and isinstance(given := rl.get("loss_params", {}), dict):
+        filled["loss_params"] = {**chosen.loss_params, **given}
+    rewards = rl.get("rewards", [{"fn": "env"}])
+    has_own = not isinstance(rewards, list) or any(
+        isinstance(term, dict) and term.get("fn") == LENGTH for term in rewards
+    )
+    longest = _longest_answer(rl) if chosen.overlong_penalty and not has_own else None
+    if longest is not None:
+        penalty = {"fn": LENGTH, "kwargs": {"max_tokens": longest, "margin": max(1, longest // OVERLONG_SHARE)}}
+        filled["rewards"] = [*rewards, penalty]
+    return filled
+
+
+def _longest_answer(rl: Mapping[str, Any]) -> int | None:
+    """Return the most tokens that an episode can sample; None for numbers that the loader refuses."""
+    sampling, tasks = rl.get("sampling", {}), rl.get("tasks", {})
+    if not isinstance(sampling, dict) or not isinstance(tasks, dict):
+        return None
+    plays = tasks.get("type") in ("env", "task") or "env" in tasks or "program" in rl or "generate_fn" in rl
+    turn = sampling.get("max_tokens", default_of(SamplingConfig, "max_tokens"))
+    turns = rl.get("max_turns", default_of(RlConfig, "max_turns")) if plays else 1
+    episode = rl.get("max_episode_tokens", default_of(RlConfig, "max_episode_tokens"))
+    numbers = (turn, turns, episode)
+    if not all(type(number) is int and number > 0 for number in numbers):
+        return None
+    return int(min(turn * turns, episode))
 
 
 def preset_problems(rl: RlConfig) -> Iterator[str]:
@@ -65,6 +114,12 @@ def preset_problems(rl: RlConfig) -> Iterator[str]:
         yield f"{what}, but 'rl.credit' is \"{rl.credit}\": write {_either(chosen.credits)}, or leave one of them out"
     if not set(split_sum(rl.loss)) & set(chosen.losses):
         yield f"{what}, but 'rl.loss' is \"{rl.loss}\": have {_either(chosen.losses)} in it, or leave one of them out"
+    if chosen.without_reference and any(term.startswith("reference_kl") for term in split_sum(rl.loss)):
+        yield f"{what}, which has no KL to a reference, but 'rl.loss' is \"{rl.loss}\": leave one of them out"
+    if chosen.filter is not None and not any(item.fn in (chosen.filter, "success_rate") for item in rl.filters):
+        yield f"{what}, but 'rl.filters' keep groups without contrast: add {{ fn = \"{chosen.filter}\" }} to them"
+    if chosen.overlong_penalty and rl.reward_source == "env":
+        yield f'{what}, whose length penalty \'rl.reward_source\' = "env" would only measure: write "sum"'
     if chosen.critic and rl.critic is None:
         yield f"{what}, but there is no critic: add a table [rl.critic]"
     if not chosen.critic and rl.critic is not None:
@@ -73,8 +128,20 @@ def preset_problems(rl: RlConfig) -> Iterator[str]:
 
 def preset_text(rl: RlConfig) -> str:
     """Say in words what the algorithm stands for in this configuration."""
-    critic = ", a critic" if rl.critic is not None else ""
-    return f"algorithm {rl.algorithm} = credit {rl.credit}, loss {rl.loss}, weighting {rl.weighting}{critic}"
+    assert rl.algorithm is not None
+    chosen = ALGORITHMS[rl.algorithm]
+    parts = [f"credit {rl.credit}", f"loss {rl.loss}", f"weighting {rl.weighting}"]
+    parts += ["a critic"] if rl.critic is not None else []
+    parts += [f"{name} {rl.loss_params[name]:g}" for name in chosen.loss_params if name in rl.loss_params]
+    if chosen.filter is not None:
+        parts.append(f"groups replaced by {' and '.join(item.fn for item in rl.filters)}")
+    for term in rl.rewards:
+        if chosen.overlong_penalty and term.fn == LENGTH:
+            most, margin = term.kwargs.get("max_tokens", 0), term.kwargs.get("margin", 0)
+            parts.append(f"a penalty from {most - margin} to {most} sampled tokens")
+    if chosen.without_reference:
+        parts.append("no KL")
+    return f"algorithm {rl.algorithm} = {', '.join(parts)}"
 
 
 def _either(names: tuple[str, ...]) -> str:

@@ -195,6 +195,33 @@ class SftConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class DpoConfig:
+    """Learning from preferences without a reward model, on the model that [sft] trained."""
+
+    steps: Positive  # optimiser updates
+    batch_size: Positive = 32  # pairs (kto: labelled replies) of one update
+    # pairs (columns prompt, chosen, rejected), for kto also labelled replies (prompt, completion, label)
+    sources: tuple[SourceConfig, ...]
+    held_out: SourceConfig | None = None  # pairs or replies whose accuracy and margin are reported
+    loss: Literal["dpo", "ipo", "kto", "orpo", "simpo"] = "dpo"  # docs/preferences.md says which is which
+    beta: PositiveFloat | None = None  # how much a log-ratio counts; unset: 0.1, of simpo 2.0
+    label_smoothing: Share = 0.0  # dpo, simpo: share of pairs that are taken to be the wrong way round
+    gamma: NonNegativeFloat = 0.5  # simpo: margin by which the chosen side is to be ahead
+    desirable_weight: NonNegativeFloat = 1.0  # kto: weight of good replies
+    undesirable_weight: NonNegativeFloat = 1.0  # kto: weight of bad replies
+    # dpo, ipo, kto: folder of the reference model, or its URL; unset: the model the stage starts from
+    reference: str | None = None
+    max_tokens: Positive = 1024  # pairs with a longer side are left out, and counted
+    micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
+
+    @property
+    def has_reference(self) -> bool:
+        """Tell whether the loss compares with a reference model."""
+        return self.loss in ("dpo", "ipo", "kto")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class RewardModelConfig:
     """A reward model: a scalar head on the model that [sft] trained, trained on preference pairs."""
 
@@ -375,8 +402,8 @@ class RlConfig:
     max_episode_tokens: Positive = 1024  # most tokens of the prompt and all turns together
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how turns are sampled
     allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, which bias the loss
-    # a short name for a credit method, a loss, a weighting and (ppo) a critic; keys that the file sets win
-    algorithm: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "gigpo", "ppo"] | None = None
+    # a short name for a credit method, a loss, a weighting and more (docs/objectives.md); keys that the file sets win
+    algorithm: Literal["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "gigpo", "ppo"] | None = None
     credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo and more (docs/objectives.md); token_gae, turn_gae: with a critic
     credit_params: dict[str, Real | str] = field(default_factory=dict)  # of the credit method, such as gamma and norm
     # what identifies a state: "state" (the environment's key), "observation", "auto" (either), or "file.py:function"
@@ -401,6 +428,32 @@ class RlConfig:
     micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
     asynchronous: AsyncConfig = field(default_factory=AsyncConfig)  # how far sampling may run ahead of training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class TeacherConfig:
+    """A teacher and the tasks on which the student follows it."""
+
+    path: Text  # folder of a model with the student's vocabulary
+    tasks: SourceConfig  # what episodes start from; its weight is its share among the teachers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class DistillConfig:
+    """On-policy distillation: the student plays, and learns what a teacher would have written at every token."""
+
+    steps: Positive  # optimiser updates
+    batch_size: Positive = 64  # episodes of one update
+    teachers: tuple[TeacherConfig, ...]  # each with its tasks
+    # reverse: KL(student, teacher), which keeps to what the teacher finds likely; forward: KL(teacher, student)
+    kl: Literal["reverse", "forward"] = "reverse"
+    top_k: Positive = 64  # likeliest tokens of the teacher that are compared one by one; the rest is compared as one
+    max_turns: Positive = 16  # assistant turns of one episode
+    max_prompt_tokens: Positive = 512  # tasks with longer prompts are left out, and counted
+    max_episode_tokens: Positive = 1024  # most tokens of the prompt and all turns together
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how the student's turns are sampled
+    micro_batch_tokens: Positive = 8192  # tokens computed at once; changes memory, not the gradient
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)  # AdamW and its schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -498,8 +551,11 @@ class Config:
     remote: RemoteConfig = field(default_factory=RemoteConfig)  # the endpoint of path = "openai:NAME"
     engine: EngineConfig = field(default_factory=EngineConfig)  # the sampling engine
     sft: SftConfig | None = None  # supervised fine-tuning; the first stage, if given
-    reward_model: RewardModelConfig | None = None  # learned from preference pairs; starts from the checkpoint of [sft]
-    rl: RlConfig | None = None  # reinforcement learning; starts from the checkpoint of [sft], if given
+    distill: DistillConfig | None = None  # on-policy distillation; starts from the checkpoint of [sft], if given
+    dpo: DpoConfig | None = None  # DPO and its kin on preferences; starts where the stages before it ended
+    # learned from preference pairs; starts where the stages before it ended
+    reward_model: RewardModelConfig | None = None
+    rl: RlConfig | None = None  # reinforcement learning; starts where the stages before it that train the policy ended
     eval: EvalConfig = field(default_factory=EvalConfig)  # held-out evaluation of the stages
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when they are written and which are kept
     metrics: MetricsConfig = field(default_factory=MetricsConfig)  # sinks besides metrics.jsonl, and alerts

@@ -5,6 +5,7 @@ A source of `type = "jsonl"` reads them again. Knows no policy: the caller plays
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,27 +55,48 @@ def demonstration(scored: ScoredEpisode, tools: Tools = ()) -> dict[str, Any]:
     return {**row, "tools": [dict(tool) for tool in tools]} if tools else row
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeSelection:
+    """Says which episodes are written: those with enough reward, else the successes; of a task maybe only the best."""
+
+    min_reward: float | None = None  # None: the episode must have succeeded
+    best_only: bool = False  # one episode of a task: the one of the highest reward, the first of several
+    failures: bool = False  # keep failures too
+
+    def select(self, group: Group) -> list[ScoredEpisode]:
+        """Return the episodes of a task that are kept, in their order."""
+        kept = [scored for scored in group.episodes if self._is_good(scored)]
+        return [max(kept, key=lambda scored: scored.reward.total)] if self.best_only and kept else kept
+
+    def _is_good(self, scored: ScoredEpisode) -> bool:
+        if self.min_reward is not None:
+            return scored.reward.total >= self.min_reward
+        return self.failures or scored.success is True
+
+    @property
+    def nothing(self) -> str:
+        """Say why no episode was kept."""
+        if self.min_reward is not None:
+            return f"none has a reward of {self.min_reward:g}; lower --min-reward, or take a better policy"
+        return "none succeeded; keep all of them (--all), choose by --min-reward, or take a better policy"
+
+
 def write_demonstrations(
     path: Path,
     groups: Iterable[Group],
     tools: Mapping[str, Tools],
     *,
-    keep: Callable[[ScoredEpisode], bool] = lambda scored: scored.success is True,
+    selection: EpisodeSelection | None = None,  # None: the successes
 ) -> int:
-    """Write the episodes for which `keep` returns true (by default the successes); return their number.
-
-    Raises DataError, and writes nothing, when there is none.
-    """
+    """Write the selected episodes; return their number. Raises DataError, and writes nothing, when there is none."""
+    selection = selection or EpisodeSelection()
     rows = [
         demonstration(scored, tools.get(scored.episode.task.id, ()))
         for group in groups
-        for scored in group.episodes
-        if keep(scored)
+        for scored in selection.select(group)
     ]
     if not rows:
-        raise DataError(
-            "no episode is worth showing: none succeeded; keep all of them (--all), or take a better policy"
-        )
+        raise DataError(f"no episode is worth showing: {selection.nothing}")
     with boundary(DataError, f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -1,8 +1,9 @@
-"""Read preference pairs: two conversations that start alike, of which the first one is better."""
+"""Read preferences: pairs of conversations that start alike, of which the first one is better, and labelled replies."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from headrace.errors import ConfigError, DataError
 from headrace.types import Message
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
+LABELLED_COLUMNS = ("prompt", "completion", "label")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,15 @@ class PreferencePair:
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
     margin: float = 0.0  # by how much `chosen` is better, at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledReply:
+    """A prompt, a reply that ends with the assistant, and whether the reply is good."""
+
+    prompt: tuple[Message, ...]
+    reply: tuple[Message, ...]
+    label: bool
 
 
 def load_pairs(source: DataSource, *, base: Path | None = None) -> list[PreferencePair]:
@@ -35,10 +46,82 @@ def pairs_from_rows(
     return _pairs(rows_of(rows, "rows"), columns=columns or {}, system=system)
 
 
-def _pairs(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None) -> list[PreferencePair]:
+def load_labelled(source: DataSource, *, base: Path | None = None) -> list[LabelledReply]:
+    """Load labelled replies: `prompt`, `completion` and `label`; rows of pairs become two replies each."""
+    return _labelled(read_rows(source, base=base), columns=source.columns, system=source.system)
+
+
+def labelled_from_rows(
+    rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
+) -> list[LabelledReply]:
+    """Make labelled replies from any Python iterable of dicts, with the columns that a file would have."""
+    return _labelled(rows_of(rows, "rows"), columns=columns or {}, system=system)
+
+
+def unpaired(pairs: Sequence[PreferencePair]) -> list[LabelledReply]:
+    """Make a good and a bad reply of every pair: first all good ones, then all bad ones."""
+    sides = [(pair.chosen, True, num_shared(pair)) for pair in pairs]
+    sides += [(pair.rejected, False, num_shared(pair)) for pair in pairs]
+    return [
+        LabelledReply(prompt=messages[:shared], reply=messages[shared:], label=label)
+        for messages, label, shared in sides
+    ]
+
+
+def num_shared(pair: PreferencePair) -> int:
+    """Count the messages with which both sides of a pair begin; the last message of a side is never counted."""
+    most = min(len(pair.chosen), len(pair.rejected)) - 1
+    sides = zip(pair.chosen[:most], pair.rejected[:most], strict=True)
+    return next((index for index, (left, right) in enumerate(sides) if left != right), most)
+
+
+def _labelled(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None) -> list[LabelledReply]:
+    first = next(rows, None)
+    if first is None:
+        raise DataError("the source has no rows: there is nothing to train on")
+    rest = chain([first], rows)
+    if pick(first, columns, "label") is None and pick(first, columns, "chosen") is not None:
+        return unpaired(_pairs(rest, columns=columns, system=system))
+    _check_columns(columns, LABELLED_COLUMNS)
+    return [_to_labelled(row, columns, system) for row in rest]
+
+
+def _to_labelled(row: DataRow, columns: Mapping[str, str], system: str | None) -> LabelledReply:
+    prompt, label = pick(row, columns, "prompt"), pick(row, columns, "label")
+    there = ", ".join(row.columns) or "none"
+    if prompt is None or label is None:
+        raise DataError(
+            f"{row.place}: there is no column {'label' if label is None else 'prompt'}; the columns are {there}"
+        )
+    value = row.columns[label]
+    if value not in (True, False):  # 1 and 0 too
+        raise DataError(f"{row.place}: the label must be true or false, this is {value!r}")
+    start = with_system(parse_prompt(row.columns[prompt], row.place), system)
+    reply = _after(start, _side(row, columns, "completion"))
+    if not start or start[-1].role == "assistant":
+        raise DataError(f"{row.place}: the prompt must end before the assistant's turn")
+    if not reply or reply[-1].role != "assistant":
+        raise DataError(f"{row.place}: the completion must end with the assistant's turn")
+    return LabelledReply(prompt=start, reply=reply, label=bool(value))
+
+
+def _after(start: tuple[Message, ...], side: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Return what a side adds to the prompt: some data repeat the prompt in each side."""
+    spoken = tuple(message for message in start if message.role != "system")
+    for beginning in (start, spoken):
+        if beginning and side[: len(beginning)] == beginning:
+            return side[len(beginning) :]
+    return side
+
+
+def _check_columns(columns: Mapping[str, str], known: tuple[str, ...]) -> None:
     for name in columns:
-        if name not in PAIR_COLUMNS:
-            raise ConfigError(f"columns maps {name}, which is not one of {', '.join(PAIR_COLUMNS)}")
+        if name not in known:
+            raise ConfigError(f"columns maps {name}, which is not one of {', '.join(known)}")
+
+
+def _pairs(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None) -> list[PreferencePair]:
+    _check_columns(columns, PAIR_COLUMNS)
     pairs = [_to_pair(row, columns, system) for row in rows]
     if not pairs:
         raise DataError("the source has no rows: there is nothing to train on")
@@ -49,7 +132,9 @@ def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None) -> Pr
     """Make a pair of a row; without a prompt, both sides are whole conversations, given as messages."""
     prompt = pick(row, columns, "prompt")
     start = () if prompt is None else parse_prompt(row.columns[prompt], row.place)
-    sides = [with_system((*start, *_side(row, columns, name)), system) for name in ("chosen", "rejected")]
+    sides = [
+        with_system((*start, *_after(start, _side(row, columns, name))), system) for name in ("chosen", "rejected")
+    ]
     for messages in sides:
         first = next((message for message in messages if message.role != "system"), None)
         if first is None or first.role == "assistant":

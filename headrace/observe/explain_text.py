@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 import tomli_w
 
-from headrace.config import Config, LoraConfig, RewardModelConfig, RlConfig, SftConfig, preset_text, to_mapping
+from headrace.config import (
+    Config,
+    DistillConfig,
+    DpoConfig,
+    LoraConfig,
+    RewardModelConfig,
+    RlConfig,
+    SftConfig,
+    preset_text,
+    to_mapping,
+)
 from headrace.config.schema import MetricsConfig
 from headrace.model.memory import Memory, MemoryPlan, ModelDims, Placement
 from headrace.observe.sinks.alerts import AlertRule
@@ -108,6 +118,10 @@ def _stages(config: Config) -> Iterator[str]:
     described = []
     if config.sft is not None:
         described.append(_sft(config.sft))
+    if config.distill is not None:
+        described.append(_distill(config.distill))
+    if config.dpo is not None:
+        described.append(_dpo(config.dpo))
     if config.reward_model is not None:
         described.append(_reward_model(config.reward_model))
     if config.rl is not None:
@@ -134,6 +148,28 @@ def _sft(sft: SftConfig) -> Iterator[str]:
     names = ", ".join(source.path or source.name or source.type for source in sft.sources)
     yield f"supervised fine-tuning on {names}: {sft.steps:,} steps, one optimiser update each"
     yield f"each step: {sft.batch_size} conversations, at most {sft.batch_size * sft.max_tokens:,} tokens"
+
+
+def _distill(c: DistillConfig) -> Iterator[str]:
+    yield f"on-policy distillation ({c.kl} KL): {c.steps:,} steps, one optimiser update each"
+    most = c.batch_size * c.max_episode_tokens
+    yield f"each step: {c.batch_size} episodes, at most {most:,} tokens, prompts included"
+    for teacher in c.teachers:
+        name = teacher.tasks.path or teacher.tasks.name or teacher.tasks.type
+        yield f"{teacher.path} teaches {name}, by its {c.top_k} likeliest tokens at each position"
+
+
+def _dpo(c: DpoConfig) -> Iterator[str]:
+    names = ", ".join(source.path or source.name or source.type for source in c.sources)
+    what = "labelled replies" if c.loss == "kto" else "pairs"
+    yield f"preferences ({c.loss}) from the {what} of {names}: {c.steps:,} steps, one optimiser update each"
+    sides = 1 if c.loss == "kto" else 2
+    yield f"each step: {c.batch_size} {what}, at most {sides * c.batch_size * c.max_tokens:,} tokens"
+    if c.has_reference:
+        model = c.reference or "the model the stage starts from"
+        yield f"the reference is {model}; it scores all that is trained on once, before the first step"
+    else:
+        yield "there is no reference model"
 
 
 def _reward_model(c: RewardModelConfig) -> Iterator[str]:
@@ -271,7 +307,9 @@ def _checkpoints(config: Config, planned: MemoryPlan, machine: Machine) -> Itera
 
 def max_checkpoints(config: Config) -> int:
     """Count the checkpoints that can be there at once: the last ones, the best, and those of `keep_every`."""
-    stages = [stage for stage in (config.sft, config.reward_model, config.rl) if stage is not None]
+    stages = [
+        stage for stage in (config.sft, config.distill, config.dpo, config.reward_model, config.rl) if stage is not None
+    ]
     keep_every = config.checkpoint.keep_every
     milestones = sum(stage.steps // keep_every for stage in stages) if keep_every else 0
     return config.checkpoint.keep_last + (config.eval.source is not None) + milestones

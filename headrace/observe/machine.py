@@ -41,6 +41,8 @@ OPTIONAL: Mapping[str, str] = {
     "bitsandbytes": "reference models in eight and four bits",
     "tinker": "programs that train on  headrace serve",
     "psycopg": "the journal of  headrace serve  in Postgres",
+    "math_verify": 'the reward "math"',
+    "jsonschema": 'the reward "json_schema"',
     "ray": "[cluster]: workers in processes of their own",
     "triton": "GPU kernels",
 }

@@ -26,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _STAMP = "%Y-%m-%dT%H-%M-%SZ"
 _STAMP_PATTERN = r"(\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}Z)(?:_(\d+))?"
 _CHECKPOINT = re.compile(r"step_\d+")  # without the half-written folders that a killed process left
-_STAGES = ("sft", "reward_model", "rl")  # in their order
+_STAGES = ("sft", "distill", "dpo", "reward_model", "rl")  # in their order
 _VERSIONED = ("headrace", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic")
 
 

@@ -6,6 +6,7 @@ Shape letters: T packed tokens, R tokens that have a weight, D width.
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.algo.packing import pack
@@ -15,7 +16,9 @@ from headrace.model.load import LanguageModel
 from headrace.model.lora import ADAPTER
 from headrace.model.value_head import has_scalar_head, scalars
 from headrace.train.batch import packed_targets
-from headrace.types import Datum, FloatArray, float_array
+from headrace.types import Datum, FloatArray, IntArray, float_array, int_array
+
+Rows = npt.NDArray[np.intp]
 
 
 class FrozenScorer:
@@ -46,6 +49,50 @@ class FrozenScorer:
         finally:
             ADAPTER.reset(token)
         return tuple(out)
+
+    def top_tokens(self, data: Sequence[Datum], count: int) -> list[tuple[IntArray, FloatArray]]:
+        """Return the `count` likeliest next tokens [T, K] of each datum's positions that have a weight, the likeliest
+        first, and their log-probs at the datum's temperature; token 0 and 0.0 at other positions."""
+        count = min(count, self.lm.vocabulary)
+        tokens = [np.zeros((datum.num_tokens, count), dtype=np.int32) for datum in data]
+        logprobs = [np.zeros((datum.num_tokens, count), dtype=np.float32) for datum in data]
+        token = ADAPTER.set(self._adapter)
+        try:
+            for indices in pack(
+                [datum.num_tokens for datum in data], [None] * len(data), budget=self._micro_batch_tokens
+            ):
+                batch = [data[index] for index in indices]
+                rows_R, top_RK, logprobs_RK = self._top_of_micro_batch(batch, count)
+                starts = np.cumsum([0, *(datum.num_tokens for datum in batch)])
+                for place, index in enumerate(indices):
+                    inside = (rows_R >= starts[place]) & (rows_R < starts[place + 1])
+                    tokens[index][rows_R[inside] - starts[place]] = top_RK[inside]
+                    logprobs[index][rows_R[inside] - starts[place]] = logprobs_RK[inside]
+        finally:
+            ADAPTER.reset(token)
+        return [(int_array(of), float_array(values)) for of, values in zip(tokens, logprobs, strict=True)]
+
+    @torch.no_grad()
+    def _top_of_micro_batch(self, batch: Sequence[Datum], count: int) -> tuple[Rows, IntArray, FloatArray]:
+        """Return the rows of the packed tokens that have a weight, and their likeliest tokens with log-probs."""
+        device, lengths = self.lm.device, tuple(datum.num_tokens for datum in batch)
+        rows = np.flatnonzero(np.concatenate([datum.arrays["weights"] for datum in batch]))
+        tokens_T = torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long().to(device)
+        positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+        hidden_RD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))[torch.from_numpy(rows).to(device)]
+        heat = np.concatenate([np.full(datum.num_tokens, datum.temperature) for datum in batch])[rows]
+        top, values = [], []
+        chunk = head.default_chunk(device)
+        for start in range(0, len(rows), chunk):
+            logits_CV = head.logits(hidden_RD[start : start + chunk], self.lm.head_weight())
+            real = torch.float64 if logits_CV.dtype == torch.float64 else torch.float32
+            scaled_CV = logits_CV.to(real) / torch.from_numpy(heat[start : start + chunk]).to(device, real)[:, None]
+            best = torch.log_softmax(scaled_CV, dim=-1).topk(count, dim=-1)
+            top.append(best.indices.int().cpu())
+            values.append(best.values.float().cpu())
+        if not top:
+            return rows, np.zeros((0, count), dtype=np.int32), np.zeros((0, count), dtype=np.float32)
+        return rows, torch.cat(top).numpy(), torch.cat(values).numpy()
 
     @torch.no_grad()
     def _score_micro_batch(self, batch: Sequence[Datum]) -> list[FloatArray]:

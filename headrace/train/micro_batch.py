@@ -60,6 +60,7 @@ class MicroBatchRows:
         return [float_array(part) for part in np.split(values, np.cumsum(lengths)[:-1])]
 
 
+MORE_WEIGHTS = {"value_weights", "nll_weights"}  # arrays whose tokens are rows of the head too
 Seeds = list[tuple[Tensor, Tensor | None]]  # tensors that a backward pass starts from, and their gradients (None: 1)
 
 
@@ -113,8 +114,8 @@ class MicroBatchRunner:
         device = self.lm.device
         arrays = concat_arrays(batch, loss)
         weighted = arrays["weights"] != 0
-        if "value_weights" in arrays:
-            weighted = weighted | (arrays["value_weights"] != 0)
+        for name in MORE_WEIGHTS & arrays.keys():
+            weighted = weighted | (arrays[name] != 0)
         rows_R = torch.nonzero(weighted.any(dim=1) if weighted.ndim == 2 else weighted)[:, 0]
         if self._score_everything:
             rows_R = torch.arange(len(weighted))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from headrace.algo.advantages.anchor_keys import KeysFn
 from headrace.data.conversations import Conversation
 from headrace.data.preferences import PreferencePair
+from headrace.loops.distill import TaughtTask
+from headrace.loops.preference.examples import PreferenceExample
 from headrace.loops.step_batch import CorrectionSettings
 from headrace.types import LossSpec, Task
 
@@ -14,6 +16,17 @@ from headrace.types import LossSpec, Task
 class SftInputs:
     sources: Sequence[tuple[Sequence[Conversation], float]]  # with their weights in the mixture
     held_out: Sequence[Conversation]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistillInputs:
+    sources: Sequence[tuple[Sequence[TaughtTask], float]]  # of each teacher, with its share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DpoInputs:
+    sources: Sequence[tuple[Sequence[PreferenceExample], float]]  # with their weights in the mixture
+    held_out: Sequence[PreferenceExample]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +53,8 @@ class RunInputs:
     """Holds the inputs of every stage; None for a stage that is not in the file or has no steps left."""
 
     sft: SftInputs | None
+    distill: DistillInputs | None
+    dpo: DpoInputs | None
     reward_model: RewardModelInputs | None
     rl: RlInputs | None
     held_out_tasks: Sequence[Task]  # of [eval.source]; none without it

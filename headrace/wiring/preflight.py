@@ -5,8 +5,9 @@ import logging
 from collections.abc import Sequence
 
 from headrace.cluster.connection import check_installed
-from headrace.config import Config, RewardModelConfig, RlConfig, SftConfig
+from headrace.config import Config, DistillConfig, DpoConfig, RewardModelConfig, RlConfig, SftConfig
 from headrace.errors import RunFolderError
+from headrace.loops.distill import TaughtTask
 from headrace.model.tokenizer import TokenizerOnly
 from headrace.names import SAVED_EPISODES
 from headrace.observe.run_folder import RunFolder
@@ -16,8 +17,10 @@ from headrace.types import Task
 from headrace.user_code import load_function
 from headrace.wiring.build.data import (
     conversations_of,
+    fitting_tasks,
     make_env_of,
     pairs_of,
+    preference_examples,
     tasks_of,
     training_conversations,
     training_tasks,
@@ -26,7 +29,15 @@ from headrace.wiring.build.loss import make_correction, make_keys, make_loss
 from headrace.wiring.build.rewards import check_reward_data, check_rewards
 from headrace.wiring.build.rollout_executor import make_filters, make_selection
 from headrace.wiring.input_files import check_inputs
-from headrace.wiring.inputs import RewardModelInputs, RlFunctions, RlInputs, RunInputs, SftInputs
+from headrace.wiring.inputs import (
+    DistillInputs,
+    DpoInputs,
+    RewardModelInputs,
+    RlFunctions,
+    RlInputs,
+    RunInputs,
+    SftInputs,
+)
 from headrace.wiring.resume import ResumePlan
 
 logger = logging.getLogger(__name__)
@@ -41,22 +52,27 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
     if config.cluster.address and plan.runs("rl"):
         check_installed()
     sft_config = config.sft if plan.runs("sft") else None
+    distill_config = config.distill if plan.runs("distill") else None
+    dpo_config = config.dpo if plan.runs("dpo") else None
     pairs_config = config.reward_model if plan.runs("reward_model") else None
     rl_config = config.rl if plan.runs("rl") else None
-    evaluates = config.eval.source is not None and (sft_config is not None or rl_config is not None)
+    evaluates = config.eval.source is not None and any((sft_config, distill_config, dpo_config, rl_config))
     functions = None if rl_config is None else _load_functions(rl_config)
     pairs = None if pairs_config is None else _load_pairs(pairs_config)
     held_out = tasks_of(config.eval.source)[: config.eval.tasks] if evaluates and config.eval.source is not None else ()
+    renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
     rl = None
     if rl_config is not None and functions is not None:
-        renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
         rl = RlInputs(functions=functions, tasks=training_tasks(rl_config, renderer, held_out))
         check_reward_data(rl_config, (*rl.tasks, *held_out))
-        waits = sft_config is not None or pairs is not None
-        if waits and (config.eval.source is None or sft_config is None):  # else the evaluation of [sft] checks them
+        evaluated = config.eval.source is not None and any((sft_config, distill_config, dpo_config))
+        waits = any((sft_config, distill_config, dpo_config, pairs_config))
+        if waits and not evaluated:  # else the evaluation of an earlier stage checks them
             check_rewards(rl_config)
     sft = None if sft_config is None else _load_conversations(sft_config, held_out)
-    return RunInputs(sft=sft, reward_model=pairs, rl=rl, held_out_tasks=held_out)
+    dpo = None if dpo_config is None else _load_preferences(dpo_config, renderer)
+    distill = None if distill_config is None else _load_taught_tasks(distill_config, renderer, held_out)
+    return RunInputs(sft=sft, distill=distill, dpo=dpo, reward_model=pairs, rl=rl, held_out_tasks=held_out)
 
 
 def check_resumed_files(config: Config, folder: RunFolder, plan: ResumePlan, *, accept_changes: bool) -> None:
@@ -67,7 +83,7 @@ def check_resumed_files(config: Config, folder: RunFolder, plan: ResumePlan, *, 
     is cut off; other damage that does not matter to training is logged.
     """
     check_inputs(config, folder, reads=plan.reads, accept_changes=accept_changes)
-    newest = [stage.newest for stage in (plan.sft, plan.reward_model, plan.rl) if stage is not None]
+    newest = [stage.newest for stage in plan.stages]
     records = max((int(last.state["metrics_records"]) for last in newest if last), default=0)
     restore_cut(folder.metrics, records)  # an earlier resume may have cut it back to another checkpoint, and died
     check_records(folder.metrics, records)
@@ -91,6 +107,24 @@ def _load_functions(rl: RlConfig) -> RlFunctions:
         if name is not None:
             load_function(name)
     return functions
+
+
+def _load_taught_tasks(c: DistillConfig, renderer: Renderer, held_out: Sequence[Task]) -> DistillInputs:
+    sources = []
+    for number, teacher in enumerate(c.teachers):
+        key = f"distill.teachers[{number}]"
+        tasks = fitting_tasks(teacher.tasks, renderer, held_out, max_tokens=c.max_prompt_tokens, stage="distill")
+        make_env_of(teacher.tasks)
+        logger.info("%s teaches %d tasks", key, len(tasks))
+        sources.append(([TaughtTask(task=task, teacher=number) for task in tasks], teacher.tasks.weight))
+    return DistillInputs(sources=sources)
+
+
+def _load_preferences(c: DpoConfig, renderer: Renderer) -> DpoInputs:
+    return DpoInputs(
+        sources=[(preference_examples(c, source, renderer), source.weight) for source in c.sources],
+        held_out=() if c.held_out is None else preference_examples(c, c.held_out, renderer),
+    )
 
 
 def _load_pairs(c: RewardModelConfig) -> RewardModelInputs:

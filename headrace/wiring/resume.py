@@ -66,34 +66,41 @@ class ResumePlan:
     """Says where each stage goes on; None for a stage that is not in the file, or whose result is already used."""
 
     sft: StageCheckpoint | None
+    distill: StageCheckpoint | None
+    dpo: StageCheckpoint | None
     reward_model: StageCheckpoint | None
     rl: StageCheckpoint | None
-    sft_result: Path | None  # what [sft] left behind, if [rl] has begun with it
+    policy_result: Path | None  # what the last stage before [rl] that trains the policy left behind, if [rl] has begun
     reward_model_result: Path | None  # the same of [reward_model]
 
-    def runs(self, stage: Literal["sft", "reward_model", "rl"]) -> bool:
+    def runs(self, stage: Literal["sft", "distill", "dpo", "reward_model", "rl"]) -> bool:
         """Tell whether a stage has steps left."""
         checkpoint: StageCheckpoint | None = getattr(self, stage)
         return checkpoint is not None and not checkpoint.is_complete
 
     def retire_refused(self) -> None:
         """Put the refused checkpoints of every stage out of the way, because the run has been saved without them."""
-        for stage in (self.sft, self.reward_model, self.rl):
-            if stage is not None:
-                stage.store.retire_refused()
+        for stage in self.stages:
+            stage.store.retire_refused()
+
+    @property
+    def stages(self) -> tuple[StageCheckpoint, ...]:
+        """The stages that are in the file and whose result is not yet used, in their order."""
+        stages = (self.sft, self.distill, self.dpo, self.reward_model, self.rl)
+        return tuple(stage for stage in stages if stage is not None)
 
     @property
     def is_finished(self) -> bool:
         """Tell whether no stage has steps left."""
-        return not (self.runs("sft") or self.runs("reward_model") or self.runs("rl"))
+        return all(stage.is_complete for stage in self.stages)
 
     def reads(self, key: str) -> bool:
         """Tell whether a stage with steps left reads what this key of the configuration names."""
         match key.partition(".")[0]:
-            case "sft" | "reward_model" | "rl" as stage:
+            case "sft" | "distill" | "dpo" | "reward_model" | "rl" as stage:
                 return self.runs(stage)
             case "eval":
-                return self.runs("sft") or self.runs("rl")
+                return any(not stage.is_complete for stage in self.stages if stage.name != "reward_model")
             case _:
                 return not self.is_finished
 
@@ -110,9 +117,11 @@ def plan_resume(config: Config, folder: RunFolder, *, check_owner: Callable[[], 
     - Once [rl] has a checkpoint, the stages before it are neither run nor looked at: [rl] goes on with the very folders
       that it began with.
     """
-    sft, reward_model, rl = config.sft, config.reward_model, config.rl
+    sft, distill, dpo, reward_model, rl = config.sft, config.distill, config.dpo, config.reward_model, config.rl
+    trained = [(name, stage) for name, stage in (("sft", sft), ("distill", distill), ("dpo", dpo)) if stage is not None]
+    follows = bool(trained)
     newest = partial(_newest, config, folder, check_owner)
-    at_rl = None if rl is None else newest("rl", rl.steps, may_start_again=sft is not None)
+    at_rl = None if rl is None else newest("rl", rl.steps, may_start_again=follows)
     begun = at_rl is not None and at_rl.newest is not None
 
     def result(name: str, steps: int) -> Path:
@@ -120,11 +129,15 @@ def plan_resume(config: Config, folder: RunFolder, *, check_owner: Callable[[], 
 
     return ResumePlan(
         sft=None if sft is None or begun else newest("sft", sft.steps),
+        distill=None if distill is None or begun else newest("distill", distill.steps, may_start_again=sft is not None),
+        dpo=None
+        if dpo is None or begun
+        else newest("dpo", dpo.steps, may_start_again=sft is not None or distill is not None),
         reward_model=None
         if reward_model is None or begun
-        else newest("reward_model", reward_model.steps, may_start_again=sft is not None),
+        else newest("reward_model", reward_model.steps, may_start_again=follows),
         rl=at_rl,
-        sft_result=result("sft", sft.steps) if sft is not None and begun else None,
+        policy_result=result(trained[-1][0], trained[-1][1].steps) if trained and begun else None,
         reward_model_result=result("reward_model", reward_model.steps) if reward_model is not None and begun else None,
     )
 

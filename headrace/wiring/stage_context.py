@@ -72,6 +72,7 @@ class RunState:
 
     model_path: str  # the model that the next stage starts from
     reward_model_path: str | None
+    follows: bool = False  # whether `model_path` is the checkpoint of an earlier stage
     metrics_records: int  # records of metrics.jsonl that belong to finished stages
     figures: Mapping[str, Any]  # the results that the run reports
 
@@ -186,13 +187,14 @@ class StageContext:
 async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoint) -> AsyncIterator[StageContext]:
     """Build the context of a stage that starts, or goes on from `checkpoint`, and close what was opened for it."""
     config, name, resumed = run.config, checkpoint.name, checkpoint.newest
-    stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[name]
+    stage = getattr(config, name)
     assert stage is not None
     async with AsyncExitStack() as opened:
-        plays = name == "rl" or (name == "sft" and config.eval.source is not None)
+        samples = name in ("rl", "distill")
+        plays = name == "rl" or (name in ("sft", "distill", "dpo") and config.eval.source is not None)
         judged = plays and has_terms(config, state.reward_model_path)
         with watching_thread(f"loading the models of stage {name}", has_deadline=True):  # large ones take long
-            runtime = _open_runtime(run, state, checkpoint, samples=name == "rl" or judged)
+            runtime = _open_runtime(run, state, checkpoint, samples=samples or judged)
         opened.callback(runtime.close)
         if isinstance(runtime, LocalRuntime):
             await runtime.start()
@@ -233,12 +235,9 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
         )
 
 
-def stage_start(config: Config, state: RunState) -> str:
-    """Verify and return the folder that the stages after [sft] start from: a resume may come long after it was
-    written."""
-    if config.sft is None:
-        return whole(state.model_path)
-    return str(read_checkpoint(Path(state.model_path)).folder)
+def stage_start(state: RunState) -> str:
+    """Verify and return the folder that a stage starts from: a resume may come long after it was written."""
+    return str(read_checkpoint(Path(state.model_path)).folder) if state.follows else whole(state.model_path)
 
 
 def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint, *, samples: bool) -> Runtime:
@@ -248,16 +247,16 @@ def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint,
         return ServiceRuntime(config, start=state.model_path, state=folder, samples=samples)
     if folder is not None and config.model.lora is None:
         base = str(folder)
-    elif folder is None or checkpoint.name == "sft":
+    elif folder is None:
         base = whole(state.model_path)
     else:  # adapters need the weights that the stage started from
-        base = stage_start(config, state)
+        base = stage_start(state)
     make = LocalRuntime if run.ranks is None else partial(RanksRuntime, run.ranks)
     return make(
         config,
         checkpoint.name,
         base=base,
-        start=lambda: stage_start(config, state),
+        start=lambda: stage_start(state),
         state=folder,
         threads=run.threads,
         samples=samples,

@@ -380,7 +380,7 @@ def test_the_tiny_model_speaks_only_the_words_of_an_environment(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "overrides", "sentence"),
     [
-        ("", [], "there is nothing to train: add a table [sft], a table [rl], or both"),
+        ("", [], "there is nothing to train: add a table [sft], [distill], [dpo] or [rl], or several of them"),
         (
             RL,
             ["run.name=../x"],

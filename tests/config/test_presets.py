@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-from headrace.config import ALGORITHMS, Config, CriticConfig, RlConfig, check, load_config, to_mapping
+from headrace.config import ALGORITHMS, Config, CriticConfig, RlConfig, check, load_config, preset_text, to_mapping
 from headrace.errors import ConfigError
 
 RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "env"\nname = "key_door"\n'
@@ -81,3 +81,44 @@ def test_a_tree_made_in_code_must_say_everything(tmp_path: Path) -> None:
 def test_an_unknown_name_is_answered_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"'rl.algorithm' must be one of \"grpo\".*, but it is \"pp0\""):
         load("rl.algorithm=pp0")
+
+
+def test_dapo_sets_every_part_of_it() -> None:
+    rl = load("rl.algorithm=dapo", "rl.sampling.max_tokens=10", "rl.max_turns=4")
+    assert (rl.credit, rl.loss, rl.weighting) == ("grpo", "ppo", "token_mean")
+    assert rl.loss_params == {"clip_low": 0.2, "clip_high": 0.28}
+    assert [item.fn for item in rl.filters] == ["reward_spread"]
+    assert [(term.fn, term.kwargs) for term in rl.rewards] == [
+        ("env", {}),
+        ("length", {"max_tokens": 40, "margin": 8}),
+    ]
+    assert preset_text(rl) == (
+        "algorithm dapo = credit grpo, loss ppo, weighting token_mean, clip_low 0.2, clip_high 0.28, groups replaced "
+        "by reward_spread, a penalty from 32 to 40 sampled tokens, no KL"
+    )
+
+
+def test_dapo_of_single_answers_counts_one_turn_and_keeps_what_the_file_says() -> None:
+    tasks = 'tasks = { type = "jsonl", path = "a" }'
+    text = f'[rl]\nsteps = 5\nalgorithm = "dapo"\nrewards = [{{ fn = "exact_match" }}]\n{tasks}\n'
+    rl = load("rl.sampling.max_tokens=50", "rl.loss_params.clip_high=0.3", text=text)
+    assert rl.loss_params == {"clip_low": 0.2, "clip_high": 0.3}
+    assert [term.fn for term in rl.rewards] == ["exact_match", "length"]
+    assert rl.rewards[1].kwargs == {"max_tokens": 50, "margin": 10}
+    own = text.replace('"exact_match" }', '"exact_match" }, { fn = "length", kwargs = { max_tokens = 9, margin = 3 } }')
+    assert [term.kwargs for term in load(text=own).rewards] == [{}, {"max_tokens": 9, "margin": 3}]
+    config = load_config(text, file="run.toml")
+    assert load_config(tomli_w.dumps(to_mapping(config)), file="config.toml") == config, "the penalty is added once"
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("rl.loss=ppo + reference_kl_k3", "which has no KL to a reference, but 'rl.loss' is \"ppo + reference_kl_k3\""),
+        ("rl.filters=[]", "'rl.filters' keep groups without contrast"),
+        ("rl.reward_source=env", 'would only measure: write "sum"'),
+    ],
+)
+def test_what_would_not_be_dapo_is_refused(override: str, sentence: str, tmp_path: Path) -> None:
+    short = ("rl.max_prompt_tokens=100", "rl.max_episode_tokens=400")
+    assert sentence in problem(load("rl.algorithm=dapo", *short, override), tmp_path)

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from headrace.data.preferences import PreferencePair, load_pairs, pairs_from_rows
+from headrace.data.preferences import (
+    PreferencePair,
+    labelled_from_rows,
+    load_pairs,
+    num_shared,
+    pairs_from_rows,
+    unpaired,
+)
 from headrace.data.rows import DataSource
 from headrace.envs import environment_pairs
 from headrace.errors import ConfigError, DataError
@@ -78,3 +85,58 @@ def test_a_world_makes_pairs_of_a_careful_and_a_careless_player() -> None:
 def test_a_world_whose_players_do_the_same_has_no_pairs() -> None:
     with pytest.raises(ConfigError, match="set rejected_mistake_rate above mistake_rate"):
         environment_pairs("add", 5, 1, {"rejected_mistake_rate": 0.0})
+
+
+def test_a_side_that_repeats_the_prompt_is_not_asked_twice() -> None:
+    # as in ultrafeedback_binarized: the prompt is a text, and both sides are whole conversations
+    sides = {
+        name: [{"role": "user", "content": "2 + 2 ="}, {"role": "assistant", "content": text}]
+        for name, text in (("chosen", "4"), ("rejected", "5"))
+    }
+    (pair,) = pairs_from_rows([{"prompt": "2 + 2 =", **sides}])
+    assert pair.chosen == (USER, said("4"))
+    (pair,) = pairs_from_rows([{"prompt": "2 + 2 =", **sides}], system="be right")
+    assert [message.role for message in pair.chosen] == ["system", "user", "assistant"]
+
+
+def test_labelled_replies_of_texts_and_messages() -> None:
+    rows = [
+        {"prompt": "2 + 2 =", "completion": "4", "label": True},
+        {
+            "prompt": [{"role": "user", "content": "2 + 2 ="}],
+            "completion": [{"role": "assistant", "content": "5"}],
+            "label": 0,
+        },
+    ]
+    good, bad = labelled_from_rows(rows)
+    assert (good.prompt, good.reply, good.label) == ((USER,), (said("4"),), True)
+    assert (bad.prompt, bad.reply, bad.label) == ((USER,), (said("5"),), False)
+
+
+def test_pairs_become_good_replies_and_then_bad_ones() -> None:
+    rows = [{"prompt": p, "chosen": "4", "rejected": "5"} for p in ("2 + 2 =", "1 + 3 =")]
+    replies = labelled_from_rows(rows)
+    assert [(reply.prompt[0].content, reply.reply[0].content, reply.label) for reply in replies] == [
+        ("2 + 2 =", "4", True), ("1 + 3 =", "4", True), ("2 + 2 =", "5", False), ("1 + 3 =", "5", False),
+    ]  # fmt: skip
+    assert replies == unpaired(pairs_from_rows(rows))
+
+
+def test_the_shared_beginning_of_a_pair_leaves_a_turn_to_each_side() -> None:
+    more = (USER, said("4"), Message(role="user", content="sure?"))
+    assert num_shared(PreferencePair(chosen=(*more, said("yes")), rejected=(*more, said("no")))) == 3
+    assert num_shared(PreferencePair(chosen=(*more, said("yes")), rejected=(USER, said("4")))) == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"prompt": "a", "completion": "b"}, "there is no column label; the columns are prompt, completion"),
+        ({"completion": "b", "label": True}, "there is no column prompt"),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "the label must be true or false, this is 'yes'"),
+        ({"prompt": "a", "label": True}, "there is no column completion"),
+    ],
+)
+def test_what_is_not_a_labelled_reply_is_said(row: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(DataError, match=sentence):
+        labelled_from_rows([row])

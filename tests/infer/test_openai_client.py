@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.data.conversations import ToolConversation, load_conversations
-from headrace.data.demonstrations import demonstration, record_tools, write_demonstrations
+from headrace.data.demonstrations import EpisodeSelection, demonstration, record_tools, write_demonstrations
 from headrace.data.rows import DataSource
 from headrace.envs import environment_tasks
 from headrace.envs.calculator import CalculatorEnv
@@ -398,7 +398,7 @@ async def test_only_successes_are_shown_unless_all_are_wanted(tmp_path: Path) ->
     with pytest.raises(DataError, match="none succeeded"):
         write_demonstrations(tmp_path / "none.jsonl", [group], {})
     assert not (tmp_path / "none.jsonl").exists()
-    assert write_demonstrations(tmp_path / "all.jsonl", [group], {}, keep=lambda scored: True) == 1
+    assert write_demonstrations(tmp_path / "all.jsonl", [group], {}, selection=EpisodeSelection(failures=True)) == 1
 
 
 # --- the commands ----------------------------------------------------------------------------------------------------

@@ -51,6 +51,8 @@ def batch(seed: int, spread: float = 0.3) -> dict[str, Tensor]:
         "weights": weights_T,
         "value_weights": torch.where(weights_T == 0, 0.0, 0.2 + randn().abs()),
         "entropy": randn().abs(),
+        "nll_weights": torch.where(weights_T == 0, 0.0, 0.2 + randn().abs()),
+        "baselines": randn().abs(),
         "segments": SEGMENTS_T,
     }
 

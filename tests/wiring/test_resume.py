@@ -707,6 +707,88 @@ def test_three_stages_with_a_reference_model_resume_to_the_same_bytes(headrace: 
         (checkpoint / "optimizer.safetensors").write_bytes(whole)
 
 
+PREFERENCES = """
+[dpo]
+steps = 4
+batch_size = 2
+max_tokens = 240
+sources = [{ type = "env", name = "key_door", size = 5, seed = 5, options = { height = 4, max_turns = 8 } }]
+held_out = { type = "env", name = "key_door", size = 2, seed = 6, options = { height = 4, max_turns = 8 } }
+[dpo.optimizer]
+learning_rate = 3e-3
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["dpo", "kto", "orpo"])
+def test_preferences_between_two_stages_resume_to_the_same_bytes(loss: str, headrace: Headrace, tmp_path: Path) -> None:
+    sets = ("--set", f"dpo.loss={loss}")
+    reference = headrace(prepare(tmp_path / "whole", CONFIG + PREFERENCES), "train", "run.toml", *sets)
+    assert reference.code == 0, reference.said
+    scores = reference.run / "dpo_reference.safetensors"
+    assert scores.exists() == (loss != "orpo")
+    folder = prepare(tmp_path / "killed", CONFIG + PREFERENCES)
+    for again, where in (((), [(UPDATE, 8)]), (("--resume",), [(UPDATE, 2)]), (("--resume",), [(TAKE, 3)])):
+        killed = headrace(folder, "train", "run.toml", *again, *sets, points=where)
+        assert killed.code == -signal.SIGKILL, killed.said
+    resumed = headrace(folder, "train", "run.toml", "--resume", *sets)
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, reference.run)
+    if loss == "dpo":
+        assert (resumed.run / scores.name).read_bytes() == scores.read_bytes()
+
+
+@pytest.mark.slow
+def test_a_distillation_resumes_to_the_same_bytes_and_approaches_its_teacher(
+    headrace: Headrace, tmp_path: Path
+) -> None:
+    taught = headrace(prepare(tmp_path / "teacher"), "train", "run.toml", "--set", "run.seed=5")
+    assert taught.code == 0, taught.said
+    tasks = '{ type = "env", name = "key_door", size = 5, seed = 2 }'
+    teachers = f'[{{ path = "{taught.run / "checkpoints" / "rl" / "step_000004"}", tasks = {tasks} }}]'
+    stage = f"""
+[distill]
+steps = 4
+batch_size = 3
+max_turns = 3
+max_prompt_tokens = 64
+max_episode_tokens = 200
+teachers = {teachers}
+sampling = {{ max_tokens = 4 }}
+optimizer = {{ learning_rate = 1e-2 }}
+"""
+    reference = headrace(prepare(tmp_path / "whole", CONFIG + stage), "train", "run.toml")
+    assert reference.code == 0, reference.said
+    folder = prepare(tmp_path / "killed", CONFIG + stage)
+    killed = headrace(folder, "train", "run.toml", points=[(UPDATE, 7)])
+    assert killed.code == -signal.SIGKILL, killed.said
+    resumed = headrace(folder, "train", "run.toml", "--resume")
+    assert resumed.code == 0, resumed.said
+    assert_equal(resumed.run, reference.run)
+    records = read_metrics(reference.run / "metrics.jsonl")
+    distances = [r.values["loss/kl_teacher"] for r in records if r.stage == "distill" and "loss/kl_teacher" in r.values]
+    assert len(distances) == 4
+    assert min(distances[1:]) < distances[0]
+
+
+@pytest.mark.slow
+def test_a_resumed_preference_stage_refuses_other_scores_of_its_reference(headrace: Headrace, tmp_path: Path) -> None:
+    folder = prepare(tmp_path, CONFIG + PREFERENCES)
+    lora = ("--set", "model.lora={rank=4, alpha=8.0}")  # the reference is the base, without a second copy
+    killed = headrace(folder, "train", "run.toml", *lora, points=[(UPDATE, 8)])
+    assert killed.code == -signal.SIGKILL, killed.said
+    file = killed.run / "dpo_reference.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-2] + b"zz")
+    refused = headrace(folder, "train", "run.toml", "--resume", *lora)
+    assert refused.code == 1
+    assert "are not those that this run was trained with" in refused.said.splitlines()[-1]
+    file.unlink()  # the base gives the same log-probs again
+    resumed = headrace(folder, "train", "run.toml", "--resume", *lora)
+    assert resumed.code == 0, resumed.said
+    assert file.read_bytes() == whole
+
+
 @pytest.mark.parametrize("where", [[(TAKE, 1), (UPDATE, 1)], [(TAKE, 2), (SAMPLE, 2)]], ids=["training", "rollout"])
 def test_a_stop_between_two_publications_waits_for_the_next_one(
     where: Points, headrace: Headrace, tmp_path: Path

@@ -48,7 +48,7 @@ def test_in_a_new_folder_every_stage_starts_from_the_beginning(folder: RunFolder
         ("reward_model", 3, 0),
         ("rl", 4, 0),
     ]
-    assert (plan.sft_result, plan.reward_model_result) == (None, None)
+    assert (plan.policy_result, plan.reward_model_result) == (None, None)
 
 
 def test_a_stage_goes_on_from_its_newest_checkpoint(folder: RunFolder) -> None:
@@ -68,7 +68,7 @@ def test_once_rl_has_begun_earlier_stages_are_not_looked_at(folder: RunFolder) -
     save(folder, "rl", 1)
     plan = plan_resume(config_of(SFT + REWARD_MODEL + RL), folder)
     assert (plan.sft, plan.reward_model) == (None, None)
-    assert plan.sft_result == sft
+    assert plan.policy_result == sft
     assert plan.reward_model_result == folder.checkpoints / "reward_model" / "step_000003"
     assert plan.rl is not None
     assert plan.rl.done == 1

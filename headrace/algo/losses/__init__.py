@@ -19,7 +19,7 @@ from headrace.algo.loss_signature import LossFn
 from headrace.algo.losses.compose import sum_losses
 from headrace.algo.losses.decoupled import decoupled_ppo, loglinear_ppo, m2po
 from headrace.algo.losses.discriminative import discriminative
-from headrace.algo.losses.preference import bradley_terry, dpo, ipo
+from headrace.algo.losses.preference import bradley_terry, dpo, ipo, kto, orpo, simpo
 from headrace.algo.losses.regularisers import (
     entropy_bonus,
     reference_kl_k1_k2,
@@ -32,7 +32,7 @@ from headrace.algo.losses.regularisers import (
 from headrace.algo.losses.score_function import aipo, cispo, geometric_mis, icepop, mis, sequence_mis, sequence_tis
 from headrace.algo.losses.sequence import gspo, gspo_token, sequence_ppo
 from headrace.algo.losses.soft_clip import dro, sapo
-from headrace.algo.losses.supervised import cross_entropy, distillation
+from headrace.algo.losses.supervised import cross_entropy, distillation, teacher_kl_forward, teacher_kl_reverse
 from headrace.algo.losses.surrogate import importance_sampling, ppo
 from headrace.algo.losses.value import shared_value, value, value_clipped
 from headrace.algo.name_lookup import lookup
@@ -40,6 +40,8 @@ from headrace.algo.name_lookup import lookup
 LOSSES: Mapping[str, LossFn] = {
     "cross_entropy": cross_entropy,
     "distillation": distillation,
+    "teacher_kl_reverse": teacher_kl_reverse,
+    "teacher_kl_forward": teacher_kl_forward,
     "importance_sampling": importance_sampling,
     "ppo": ppo,
     "conservative_ppo": sum_losses((ppo, sampler_kl)),
@@ -62,6 +64,9 @@ LOSSES: Mapping[str, LossFn] = {
     "discriminative": discriminative,
     "dpo": dpo,
     "ipo": ipo,
+    "kto": kto,
+    "orpo": orpo,
+    "simpo": simpo,
     "bradley_terry": bradley_terry,
     "value": value,
     "value_clipped": value_clipped,

@@ -33,6 +33,8 @@ from headrace.config.paths import (
 from headrace.config.presets import preset_problems
 from headrace.config.schema import (
     Config,
+    DistillConfig,
+    DpoConfig,
     EngineConfig,
     OptimizerConfig,
     RewardModelConfig,
@@ -66,6 +68,11 @@ def check(
     problems.append(_model_problems(config, base) if config.model.service is None else _served_problems(config, base))
     if config.sft is not None:
         problems.append(_stage_problems("sft", config.sft, base))
+    if config.distill is not None:
+        problems.append(_distill_problems(config.distill, base))
+    if config.dpo is not None:
+        problems.append(_stage_problems("dpo", config.dpo, base))
+        problems.append(_dpo_problems(config.dpo, base))
     if config.reward_model is not None:
         problems.append(_stage_problems("reward_model", config.reward_model, base))
     if config.rl is not None:
@@ -117,13 +124,15 @@ def _command_problems(config: Config, command: str) -> Iterator[str]:
     if not _RUN_NAME.fullmatch(config.run.name):
         yield f"'run.name' is \"{config.run.name}\", which cannot name a folder: use letters, digits, '.', '_' and '-'"
     yield from _remote_problems(config, command)
-    if command == "train" and config.sft is None and config.reward_model is None and config.rl is None:
-        yield "there is nothing to train: add a table [sft], a table [rl], or both"
+    if command == "train" and not any((config.sft, config.distill, config.dpo, config.reward_model, config.rl)):
+        yield "there is nothing to train: add a table [sft], [distill], [dpo] or [rl], or several of them"
     if command == "demonstrate" and config.rl is None:
         yield "there are no tasks to demonstrate: add a table [rl] with tasks"
     if command == "eval" and config.eval.source is None:
         yield "there is nothing to evaluate on: add a table [eval.source] with the held-out tasks"
-    if config.eval.every and config.eval.source is None:
+    staged = (config.sft, config.dpo, config.reward_model)
+    held_out = any(stage is not None and stage.held_out is not None for stage in staged)
+    if config.eval.every and config.eval.source is None and not held_out:
         yield f"'eval.every' is {config.eval.every}, but there are no held-out tasks: add a table [eval.source]"
 
 
@@ -193,8 +202,9 @@ def _served_problems(config: Config, base: Path) -> Iterator[str]:
 
 
 def _vocabulary_problems(config: Config) -> Iterator[str]:
-    staged = [stage for stage in (config.sft, config.reward_model) if stage is not None]
+    staged = [stage for stage in (config.sft, config.dpo, config.reward_model) if stage is not None]
     sources = (*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ()))
+    sources += tuple(teacher.tasks for teacher in config.distill.teachers) if config.distill else ()
     is_local = config.model.service is None
     if is_local and config.model.path == "tiny" and not any(source.type == "env" for source in sources):
         yield (
@@ -225,7 +235,9 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
         return
     if (folder / SERVICE_STATE).is_file():
         yield f"'model.path' is \"{path}\", whose weights are at a service: say which, with 'model.service'"
-    checkpoints = [step for stage in ("sft", "rl") for step in sorted(folder.glob(f"checkpoints/{stage}/step_*"))]
+    checkpoints = [
+        step for stage in ("sft", "distill", "dpo", "rl") for step in sorted(folder.glob(f"checkpoints/{stage}/step_*"))
+    ]
     if checkpoints:
         yield f'\'model.path\' is the run folder "{path}": give a checkpoint in it, such as "{checkpoints[-1]}"'
     steps = [step.name for step in sorted(folder.glob("step_*"))]
@@ -258,6 +270,8 @@ def length_problems(config: Config, context: int | None) -> Iterator[str]:
         return
     for key, length in (
         ("sft.max_tokens", config.sft.max_tokens if config.sft else 0),
+        ("distill.max_episode_tokens", config.distill.max_episode_tokens if config.distill else 0),
+        ("dpo.max_tokens", config.dpo.max_tokens if config.dpo else 0),
         ("reward_model.max_tokens", config.reward_model.max_tokens if config.reward_model else 0),
         ("rl.max_episode_tokens", config.rl.max_episode_tokens if config.rl else 0),
     ):
@@ -266,7 +280,7 @@ def length_problems(config: Config, context: int | None) -> Iterator[str]:
             yield f"'{key}' is {length}, but the model's context is {context} tokens: write at most {context}{longer}"
 
 
-def _stage_problems(name: str, stage: SftConfig | RewardModelConfig, base: Path) -> Iterator[str]:
+def _stage_problems(name: str, stage: SftConfig | DpoConfig | RewardModelConfig, base: Path) -> Iterator[str]:
     if not stage.sources:
         yield f"'{name}.sources' is empty: add a table [[{name}.sources]]"
     for position, source in enumerate(stage.sources):
@@ -274,6 +288,47 @@ def _stage_problems(name: str, stage: SftConfig | RewardModelConfig, base: Path)
     if stage.held_out is not None:
         yield from _source_problems(f"{name}.held_out", stage.held_out, base)
     yield from _optimizer_problems(name, stage.optimizer, stage.steps)
+
+
+_LOSSES_OF = {  # key of [dpo] -> the losses that take it
+    "label_smoothing": ("dpo", "simpo"),
+    "gamma": ("simpo",),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+    "reference": ("dpo", "ipo", "kto"),
+}
+
+
+def _distill_problems(c: DistillConfig, base: Path) -> Iterator[str]:
+    if not c.teachers:
+        yield "'distill.teachers' is empty: add a table [[distill.teachers]] with path and tasks"
+    for number, teacher in enumerate(c.teachers):
+        key = f"distill.teachers[{number}]"
+        if is_url(teacher.path):
+            yield f"'{key}.path' is \"{teacher.path}\", but only a teacher in this process tells its likeliest tokens"
+        yield from _frozen_problems(f"{key}.path", teacher.path, base)
+        yield from _source_problems(f"{key}.tasks", teacher.tasks, base)
+    longest = c.max_prompt_tokens + c.sampling.max_tokens
+    if longest > c.max_episode_tokens:
+        yield (
+            f"'distill.max_prompt_tokens' plus 'distill.sampling.max_tokens' is {longest}, more than "
+            f"'distill.max_episode_tokens', which is {c.max_episode_tokens}: lower the first two or raise the last"
+        )
+    yield from _optimizer_problems("distill", c.optimizer, c.steps)
+
+
+def _dpo_problems(c: DpoConfig, base: Path) -> Iterator[str]:
+    for key, losses in _LOSSES_OF.items():
+        if getattr(c, key) != default_of(DpoConfig, key) and c.loss not in losses:
+            yield f"'dpo.{key}' is for the loss {' or '.join(losses)}, and 'dpo.loss' is \"{c.loss}\": leave it out"
+    if c.label_smoothing >= 0.5:
+        share = f"'dpo.label_smoothing' is {c.label_smoothing:g}"
+        yield f"{share}, which takes half of the pairs for wrong: write less than 0.5"
+    if c.reference is not None:
+        yield from _frozen_problems("dpo.reference", c.reference, base)
+    for position, source in enumerate(c.sources):
+        if source.type == "task":
+            yield f"'dpo.sources[{position}]' has type \"task\", which has something to play and no pairs"
 
 
 def _reward_model_problems(config: Config, rl: RlConfig, base: Path) -> Iterator[str]:

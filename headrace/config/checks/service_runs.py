@@ -42,6 +42,10 @@ def service_problems(config: Config) -> Iterator[str]:
         yield "[engine] is of a model that is sampled here, and the service has its own: leave the table out"
     if config.run.deterministic:
         yield "'run.deterministic' is of a model that is computed here, not at 'model.service': leave it out"
+    if config.distill is not None:
+        yield "[distill] has a teacher that is computed here: leave it out, or 'model.service'"
+    if config.dpo is not None:
+        yield "[dpo] is trained with a model that is computed here: leave it out, or 'model.service'"
     if config.reward_model is not None:
         yield "a service trains no reward model: leave [reward_model] out, or 'model.service'"
     if config.eval.temperature != 1.0:

@@ -72,6 +72,33 @@ CURVES = (
         share=True,
     ),
     Curve(
+        title="Distance to the teacher",
+        names=(("loss/kl_teacher", "KL per token"),),
+        explanation="How differently student and teacher choose the next token, on what the student wrote; it should "
+        "fall towards zero.",
+        stage="distill",
+    ),
+    Curve(
+        title="Preferences",
+        names=(("loss/accuracy", "in training"), ("eval/accuracy", "held out")),
+        explanation="Share of pairs whose better answer the model has come to prefer, compared with its reference; one "
+        "half is guessing, and a wide gap between the curves means that it learned the pairs by heart.",
+        stage="dpo",
+        share=True,
+    ),
+    Curve(
+        title="Rewards of the sides",
+        names=(
+            ("loss/chosen_reward", "chosen"),
+            ("loss/rejected_reward", "rejected"),
+            ("loss/margin", "margin"),
+            ("eval/margin", "margin, held out"),
+        ),
+        explanation="How much likelier the better and the worse answers became; their distance should grow. Both "
+        "falling together is common, and too fast a fall of the better ones is a warning.",
+        stage="dpo",
+    ),
+    Curve(
         title="Critic",
         names=(("critic/explained_variance", "explained variance of returns"),),
         explanation="How much of what episodes earned the critic had foreseen: 1 is all of it, 0 no better than their "

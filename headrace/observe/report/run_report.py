@@ -35,10 +35,12 @@ logger = logging.getLogger(__name__)
 
 STAGE_NAMES: Mapping[str, str] = {
     "sft": "supervised fine-tuning",
+    "distill": "distillation",
+    "dpo": "preferences",
     "reward_model": "reward model",
     "rl": "reinforcement learning",
 }
-EVAL_ORDER = ("base", "sft", "reward_model", "rl")
+EVAL_ORDER = ("base", "sft", "distill", "dpo", "reward_model", "rl")
 MAX_OTHER_CHARTS = 48
 EQUAL_STEPS = 10  # training steps with equal rewards that are worth a note
 Value = TypeVar("Value")
@@ -169,7 +171,14 @@ def headline(records: Sequence[MetricRecord], summary: Mapping[str, float | str]
         value = summary.get(f"success_{stage}")
         if isinstance(value, int | float):
             success[stage] = float(value)
-    labels = {"base": "Before training", "sft": "After SFT", "reward_model": "After reward model", "rl": "After RL"}
+    labels = {
+        "base": "Before training",
+        "sft": "After SFT",
+        "distill": "After distillation",
+        "dpo": "After DPO",
+        "reward_model": "After reward model",
+        "rl": "After RL",
+    }
     ordered = sorted(success.items(), key=lambda item: _rank(item[0]))
     before = [None, *(value for _, value in ordered)]
     return tuple(
@@ -271,4 +280,6 @@ def _label(path: Path) -> str:
     kind, _, rest = path.stem.partition("_")
     if kind == "step" and rest.isdecimal():
         return f"Training step {int(rest)}"
-    return {"base": "Before training", "sft": "After SFT", "rl": "After RL"}.get(rest, f"After {rest}")
+    return {"base": "Before training", "sft": "After SFT", "dpo": "After DPO", "rl": "After RL"}.get(
+        rest, f"After {rest}"
+    )

@@ -15,8 +15,12 @@ from rich.progress import Progress as Bar
 
 EVAL = "eval/pass@1"
 EVAL_REWARD = "eval/reward"  # shown if nothing defines success
+SUPERVISED = ("sft", "dpo", "reward_model")  # stages that play no episodes
 _COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("sft/loss", "loss", lambda value: f"{value:.4f}"),
+    ("loss/kl_teacher", "kl to teacher", lambda value: f"{value:.4f}"),
+    ("loss/accuracy", "accuracy", lambda value: f"{100 * value:.1f}%"),
+    ("loss/margin", "margin", lambda value: f"{value:.3f}"),
     ("reward/mean", "reward", lambda value: f"{value:.3f}"),
     ("rollout/success", "success", lambda value: f"{100 * value:.1f}%"),
     ("rollout/length_mean", "length", lambda value: f"{value:.1f}"),
@@ -35,14 +39,14 @@ def step_line(stage: str, step: int, total: int, values: Mapping[str, float], et
     'rl  7/60  reward 0.500  success 25.0%  1.2k tok/s  eta 1m 23s'
     """
     parts = [f"{stage} {step:>{len(str(total))}}/{total}"]
-    if stage == "sft" and "sft/loss" not in values and "loss/total" in values:
+    if stage in SUPERVISED and "sft/loss" not in values and "loss/total" in values:
         values = {**values, "sft/loss": values["loss/total"]}
     if "loss/entropy" not in values and "rollout/entropy" in values:  # few losses compute it; the samples estimate it
         values = {**values, "loss/entropy": values["rollout/entropy"]}
     if EVAL in values:
         values = {name: value for name, value in values.items() if name != EVAL_REWARD}
     parts += [f"{label} {_format(values[name], form)}" for name, label, form in _COLUMNS if name in values]
-    rate = values.get("perf/trained_tokens_per_s" if stage == "sft" else "perf/sampled_tokens_per_s")
+    rate = values.get("perf/trained_tokens_per_s" if stage in SUPERVISED else "perf/sampled_tokens_per_s")
     if rate is not None:
         parts.append(f"{_format(rate, compact)} tok/s")
     if eta_s is not None:

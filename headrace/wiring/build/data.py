@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.config import RlConfig, SftConfig, SourceConfig
+from headrace.config import DpoConfig, RlConfig, SftConfig, SourceConfig
 from headrace.data.conversations import (
     Conversation,
     ToolConversation,
@@ -13,7 +13,7 @@ from headrace.data.conversations import (
     prompt_of,
     with_system_message,
 )
-from headrace.data.preferences import PreferencePair, load_pairs
+from headrace.data.preferences import LabelledReply, PreferencePair, load_labelled, load_pairs, unpaired
 from headrace.data.rows import DataSource
 from headrace.data.task_rows import load_tasks, with_system
 from headrace.data.task_source import filter_prompts, find_overlap
@@ -27,6 +27,7 @@ from headrace.envs import (
 from headrace.envs.single_turn import SingleTurnEnv
 from headrace.envs.task_definitions import TaskDefinition, load_task_definition
 from headrace.errors import DataError
+from headrace.loops.preference.examples import PreferenceExample, prepare_pairs, prepare_replies
 from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.types import Message, Task
@@ -100,20 +101,57 @@ def pairs_of(source: SourceConfig) -> list[PreferencePair]:
     return load_pairs(data_source(source))
 
 
+def labelled_of(source: SourceConfig) -> list[LabelledReply]:
+    """Load the labelled replies of a source; a pair gives a good and a bad one."""
+    return unpaired(pairs_of(source)) if source.type == "env" else load_labelled(data_source(source))
+
+
+def preference_examples(c: DpoConfig, source: SourceConfig, renderer: Renderer) -> tuple[PreferenceExample, ...]:
+    """Load and render the pairs or labelled replies of a source; log how many are left out."""
+    if c.loss == "kto":
+        prepared = prepare_replies(labelled_of(source), renderer, max_tokens=c.max_tokens)
+    else:
+        prepared = prepare_pairs(pairs_of(source), renderer, max_tokens=c.max_tokens)
+    what, name = "replies" if c.loss == "kto" else "pairs", source.path or source.name
+    total = len(prepared.examples) + prepared.too_long + prepared.alike
+    if prepared.too_long:
+        logger.warning(
+            "%d of %d %s of %s are longer than dpo.max_tokens = %d and are left out; the longest has %d tokens",
+            prepared.too_long,
+            total,
+            what,
+            name,
+            c.max_tokens,
+            prepared.longest,
+        )
+    if prepared.alike:
+        logger.warning(
+            "%d of %d %s of %s have the same tokens on both sides and are left out", prepared.alike, total, what, name
+        )
+    return prepared.examples
+
+
 def training_tasks(c: RlConfig, renderer: Renderer, held_out: Sequence[Task]) -> tuple[Task, ...]:
     """Load the tasks of [rl] whose prompts fit; log how many were left out, and how many are also held out."""
-    filtered = filter_prompts(tasks_of(c.tasks), renderer, c.max_prompt_tokens)
+    return fitting_tasks(c.tasks, renderer, held_out, max_tokens=c.max_prompt_tokens, stage="rl")
+
+
+def fitting_tasks(
+    source: SourceConfig, renderer: Renderer, held_out: Sequence[Task], *, max_tokens: int, stage: str
+) -> tuple[Task, ...]:
+    """Load the tasks of a source whose prompts fit; log how many were left out, and how many are also held out."""
+    filtered = filter_prompts(tasks_of(source), renderer, max_tokens)
     if filtered.dropped_count:
         logger.warning(
             "%d tasks have prompts of more than %d tokens (the longest has %d) and are left out",
             filtered.dropped_count,
-            c.max_prompt_tokens,
+            max_tokens,
             filtered.longest,
         )
     if not filtered.kept:
         raise DataError(
-            f"no task is left: the shortest prompt has {filtered.shortest} tokens, raise rl.max_prompt_tokens to at "
-            f"least {filtered.shortest}"
+            f"no task is left: the shortest prompt has {filtered.shortest} tokens, raise {stage}.max_prompt_tokens to "
+            f"at least {filtered.shortest}"
         )
     shared = find_overlap(filtered.kept, held_out) if held_out else 0
     if shared:

@@ -3,16 +3,17 @@
 import re
 from collections.abc import Awaitable, Callable, Sequence
 
-from headrace.config import Config, RlConfig, SamplingConfig
+from headrace.config import Config, DistillConfig, RlConfig, SamplingConfig, SourceConfig, TeacherConfig
 from headrace.protocols import Env, RewardRunner, Sampler
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.group import GroupPlayer
-from headrace.types import Group, SamplingParams, Task
+from headrace.types import Episode, FailedEpisode, Group, SamplingParams, ScoredEpisode, Task
 from headrace.wiring.build.agent_endpoint import AgentEndpoint
 from headrace.wiring.build.data import make_env_of
 from headrace.wiring.build.rewards import make_reward_runner
 
+ENV_THREADS = 64  # for environments that block, in stages without a key for it
 Play = Callable[[Task, int], Awaitable[Group]]
 
 
@@ -44,6 +45,33 @@ def train_player(
     )
 
 
+class Unjudged:
+    """Stands for the rewards of episodes that are not scored."""
+
+    async def score(self, episodes: Sequence[Episode]) -> tuple[ScoredEpisode | FailedEpisode, ...]:
+        raise AssertionError("these episodes are not scored")
+
+    async def close(self) -> None: ...
+
+
+def distill_player(
+    c: DistillConfig, teacher: TeacherConfig, seed: int, sampler: Sampler, renderer: Renderer, programs: AgentEndpoint
+) -> GroupPlayer:
+    """Build the player of a teacher's tasks, one episode of each, without rewards."""
+    return GroupPlayer(
+        group_size=1,
+        make_env=make_env_of(teacher.tasks),
+        sampler=sampler,
+        renderer=renderer,
+        reward_runner=Unjudged(),
+        sampling=make_sampling(c.sampling, c.sampling.temperature),
+        max_turns=c.max_turns,
+        max_episode_tokens=c.max_episode_tokens,
+        run_seed=seed,
+        threads=programs.threads(ENV_THREADS),
+    )
+
+
 def eval_player(
     config: Config,
     sampler: Sampler,
@@ -53,11 +81,11 @@ def eval_player(
     *,
     make_env: Callable[[], Env] | None = None,
 ) -> GroupPlayer:
-    """Build the player of held-out tasks: the rules of [rl] (its defaults when there is none), at [eval]'s temperature,
-    in the source's own environment unless `make_env` is passed."""
+    """Build the player of held-out tasks: the rules of [rl] (without it those of [distill], or the defaults), at
+    [eval]'s temperature, in the source's own environment unless `make_env` is passed."""
     source = config.eval.source
     assert source is not None
-    rl = config.rl or RlConfig(steps=1, tasks=source)
+    rl = config.rl or _rules_of_distillation(config.distill, source)
     sampling = make_sampling(rl.sampling, config.eval.temperature)
     return GroupPlayer(
         group_size=config.eval.samples,
@@ -74,6 +102,20 @@ def eval_player(
         end_pattern=make_end_pattern(rl),
         threads=programs.threads(rl.env_threads),
         generate_fn=programs.generate_fn(rl, sampling),
+    )
+
+
+def _rules_of_distillation(c: DistillConfig | None, source: SourceConfig) -> RlConfig:
+    """Return the rules of [distill] as those of [rl], or the defaults."""
+    if c is None:
+        return RlConfig(steps=1, tasks=source)
+    return RlConfig(
+        steps=1,
+        tasks=source,
+        max_turns=c.max_turns,
+        max_prompt_tokens=c.max_prompt_tokens,
+        max_episode_tokens=c.max_episode_tokens,
+        sampling=c.sampling,
     )
 
 

@@ -48,7 +48,9 @@ def make_critic(c: RlConfig, critic: CriticConfig, context: StageContext) -> Cri
         ),
         backend=backend,
         updater=updater,
-        reference=_open_frozen(c, context, c.reference) if critic.kl_coef else None,
+        reference=open_frozen(context, c.reference, micro_batch_tokens=c.micro_batch_tokens)
+        if critic.kl_coef
+        else None,
     )
 
 
@@ -84,10 +86,11 @@ def make_scorers(c: RlConfig, context: StageContext, functions: RlFunctions) -> 
         scorers["proximal_logprobs"] = backend_scorer(context.backend)
     for name, path in (("reference_logprobs", c.reference), ("teacher_logprobs", c.teacher)):
         if name in required:
-            scorers[name] = _open_frozen(c, context, path)
+            scorers[name] = open_frozen(context, path, micro_batch_tokens=c.micro_batch_tokens)
     return scorers
 
 
-def _open_frozen(c: RlConfig, context: StageContext, path: str | None) -> Score:
+def open_frozen(context: StageContext, path: str | None, *, micro_batch_tokens: int) -> Score:
+    """Load a frozen model that scores: that of a folder or URL, or the one that the stage started from."""
     with watching_thread("loading a frozen model", has_deadline=True):
-        return context.runtime.open_frozen(path, micro_batch_tokens=c.micro_batch_tokens)
+        return context.runtime.open_frozen(path, micro_batch_tokens=micro_batch_tokens)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from headrace.algo.advantages.anchor_keys import KEYS, KeysFn, keys_by
 from headrace.algo.correction import BehaviourCorrection, BoundRule, MissingRule, WeightLevel
-from headrace.algo.loss_signature import LossFn, LossOut
+from headrace.algo.loss_signature import LossFn, LossOut, loss_inputs
 from headrace.algo.losses import LOSSES, find_loss
 from headrace.algo.losses.compose import sum_losses
-from headrace.config import OptimizerConfig, RlConfig
+from headrace.config import DpoConfig, OptimizerConfig, RlConfig
 from headrace.config.paths import split_sum
 from headrace.errors import ConfigError
 from headrace.loops.step_batch import CorrectionSettings, available_arrays, check_objective, takes_behaviour_weights
@@ -36,6 +36,21 @@ def make_loss(c: RlConfig) -> LossSpec:
     return LossSpec(
         fn=f"{c.loss} + {VALUE_TERM}" if all_named else sum_losses([fn, LOSSES[VALUE_TERM]]),
         params={**c.loss_params, **params},
+    )
+
+
+def make_preference_loss(c: DpoConfig) -> LossSpec:
+    """Build the loss of [dpo] with the numbers that it takes."""
+    given = {
+        "beta": c.beta,
+        "label_smoothing": c.label_smoothing,
+        "gamma": c.gamma,
+        "desirable_weight": c.desirable_weight,
+        "undesirable_weight": c.undesirable_weight,
+    }
+    takes = loss_inputs(LOSSES[c.loss]).params
+    return LossSpec(
+        fn=c.loss, params={name: value for name, value in given.items() if name in takes and value is not None}
     )
 
 

@@ -42,8 +42,9 @@ def folder_shape(path: str) -> ModelDims:
 
 def tiny_words(config: Config) -> tuple[str, ...]:
     """List every word of the environments that the stages learn from; raises ConfigError when there is none."""
-    stages = [stage for stage in (config.sft, config.reward_model) if stage is not None]
+    stages = [stage for stage in (config.sft, config.dpo, config.reward_model) if stage is not None]
     sources = [*(source for stage in stages for source in stage.sources), *([config.rl.tasks] if config.rl else [])]
+    sources += [teacher.tasks for teacher in config.distill.teachers] if config.distill else []
     names = [source.name for source in sources if source.type == "env" and source.name]
     if not names:
         raise ConfigError(
@@ -55,8 +56,10 @@ def tiny_words(config: Config) -> tuple[str, ...]:
 def memory_request(config: Config) -> MemoryRequest:
     """Collect what the memory plan follows from; the larger stage counts where stages differ."""
     rl, lora = config.rl, config.model.lora
-    stages = [stage for stage in (config.sft, config.reward_model, rl) if stage is not None]
-    sampled = (rl is not None or config.eval.source is not None) and not config.engine.is_served
+    stages = [stage for stage in (config.sft, config.distill, config.dpo, config.reward_model, rl) if stage is not None]
+    sampled = (
+        rl is not None or config.distill is not None or config.eval.source is not None
+    ) and not config.engine.is_served
     return MemoryRequest(
         micro_batch_tokens=max((stage.micro_batch_tokens for stage in stages), default=0),
         kv=_kv_room(config) if sampled else KvBudget(wanted=0, least=0),
@@ -72,18 +75,22 @@ def memory_request(config: Config) -> MemoryRequest:
 def _frozen_copies(config: Config) -> int:
     """Count the other models that a run holds: the sampler's weights where they are not the trainer's, the reference,
     the teacher, and reward models."""
-    rl = config.rl
+    rl, dpo = config.rl, config.dpo
+    scored_once = dpo is not None and dpo.has_reference and not (dpo.reference is not None and is_url(dpo.reference))
+    before = int(scored_once and (config.model.lora is None or (dpo is not None and dpo.reference is not None)))
+    before = max(before, len(config.distill.teachers) if config.distill is not None else 0)
     if rl is None:
-        return 0
+        return before
     differs = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
     sampler = differs and not config.engine.is_served
     local = [path for path in (rl.reference, rl.teacher) if path is not None and not is_url(path)]
-    return sampler + len(local) + sum(term.fn == REWARD_MODEL for term in rl.rewards)
+    return max(before, sampler + len(local) + sum(term.fn == REWARD_MODEL for term in rl.rewards))
 
 
 def _kv_room(config: Config) -> KvBudget:
     """Return the cache as configured, else room for the longest episode in every row."""
     if config.engine.kv_tokens is not None:
         return KvBudget(wanted=config.engine.kv_tokens, least=config.engine.kv_tokens)
-    longest = config.rl.max_episode_tokens if config.rl is not None else (config.sft.max_tokens if config.sft else 0)
+    played = [stage.max_episode_tokens for stage in (config.rl, config.distill) if stage is not None]
+    longest = max(played, default=config.sft.max_tokens if config.sft else 0)
     return default_kv_room(config.engine.max_num_seqs, longest)

@@ -158,7 +158,8 @@ def make_sampler(config: Config, lm: LanguageModel, worker: ComputeThread) -> Em
         return GenerateSampler(plain, lm.tokenizer, eos_tokens=lm.eos_tokens, source=lm.model)
     separate = rl is not None and (rl.sync_every > 1 or rl.asynchronous.max_staleness > 0)
     sampled = prepare(copy.deepcopy(lm.model), lm.tokenizer, source=lm.source) if separate else lm
-    longest = min(rl.max_episode_tokens if rl is not None else lm.context, lm.context)
+    played = [stage.max_episode_tokens for stage in (rl, config.distill) if stage is not None]
+    longest = min(max(played, default=lm.context), lm.context)
     kv_tokens = engine.kv_tokens or default_kv_tokens(engine.max_num_seqs, longest)
     return EmbeddedEngine(
         sampled,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.config import Config, RlConfig
 from headrace.config.paths import remote_name
-from headrace.data.demonstrations import Tools, record_tools, write_demonstrations
+from headrace.data.demonstrations import EpisodeSelection, Tools, record_tools, write_demonstrations
 from headrace.errors import ConfigError
 from headrace.infer.openai_client import EndpointConfig, RemoteModel
 from headrace.loops.evaluate import EvalResult
@@ -48,9 +48,19 @@ class Demonstrated:
     metrics: dict[str, float]
 
 
-def demonstrate(config: Config, path: Path, *, tasks: int, samples: int, keep_all: bool) -> Demonstrated:
+def demonstrate(
+    config: Config,
+    path: Path,
+    *,
+    tasks: int,
+    samples: int,
+    keep_all: bool,
+    best_only: bool = False,
+    min_reward: float | None = None,
+) -> Demonstrated:
     """Let the configured model play the first `tasks` tasks of [rl.tasks], `samples` times each, and write its
-    conversations as rows for [sft]: those that succeeded, or all."""
+    conversations as rows for [sft]: those that succeeded or have `min_reward`, or all; of each task maybe the best
+    alone."""
     if config.rl is None:
         raise ConfigError("there are no tasks to demonstrate: add a table [rl] with tasks")
     temperature = config.rl.sampling.temperature
@@ -61,10 +71,8 @@ def demonstrate(config: Config, path: Path, *, tasks: int, samples: int, keep_al
             _evaluate(replace(config, eval=eval_config), lambda make_env: record_tools(make_env, tools))
         )
     played = sum(len(group.episodes) for group in evaluation.groups)
-    if keep_all:
-        written = write_demonstrations(path, evaluation.groups, tools, keep=lambda scored: True)
-    else:
-        written = write_demonstrations(path, evaluation.groups, tools)
+    selection = EpisodeSelection(min_reward=min_reward, best_only=best_only, failures=keep_all)
+    written = write_demonstrations(path, evaluation.groups, tools, selection=selection)
     return Demonstrated(written=written, played=played, metrics=metric_values(evaluation.metrics))
 
 

@@ -1,4 +1,4 @@
-"""Run the stages of a configuration in a run folder; those after [sft] start from the model that it left behind."""
+"""Run the stages of a configuration in a run folder; each starts from the model that the ones before it left behind."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ from headrace.wiring.runtime.ranks import find_place, open_ranks
 from headrace.wiring.runtime.service import check_service, starting_state
 from headrace.wiring.signals import log_to, stop_on_signals
 from headrace.wiring.stage_context import RunContext, RunState, StageContext, open_stage
-from headrace.wiring.stages import run_reward_model, run_rl, run_sft
+from headrace.wiring.stages import run_distill, run_dpo, run_reward_model, run_rl, run_sft
 
 logger = logging.getLogger(__name__)
 LOCK_WAIT, DEFAULT_LOCK_WAIT_S = "HEADRACE_LOCK_WAIT_S", "120"
@@ -182,11 +182,12 @@ async def _train(
 async def _run_stages(run: RunContext, plan: ResumePlan, start: str) -> Mapping[str, Any]:
     """Run the stages that are not complete, each on what the ones before it left; return the figures of the run."""
     state = RunState(model_path=start, reward_model_path=None, metrics_records=0, figures={})
-    if plan.sft is not None:
-        state, last = await _run_stage(run, state, plan.sft, run_sft)
-        state = replace(state, model_path=str(last.folder))
-    elif plan.sft_result is not None:
-        state = replace(state, model_path=str(plan.sft_result))
+    for stage, body in ((plan.sft, run_sft), (plan.distill, run_distill), (plan.dpo, run_dpo)):
+        if stage is not None:
+            state, last = await _run_stage(run, state, stage, body)
+            state = replace(state, model_path=str(last.folder), follows=True)
+    if plan.policy_result is not None:
+        state = replace(state, model_path=str(plan.policy_result), follows=True)
     if plan.reward_model is not None:
         state, last = await _run_stage(run, state, plan.reward_model, run_reward_model)
         state = _with_reward_model(state, last)

@@ -7,11 +7,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from headrace.config import Config, RlConfig
+from headrace.config import Config, DistillConfig, RlConfig
 from headrace.config.paths import is_url
 from headrace.errors import ModelError
 from headrace.infer.servers.fleet import ServerFleet
 from headrace.loops.checkpointer import CheckpointWriter
+from headrace.loops.distill import TopTokens
 from headrace.loops.step_batch import Score, thread_scorer
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.value_head import new_value_head
@@ -22,7 +23,7 @@ from headrace.train.checkpoint import CheckpointStore
 from headrace.train.frozen_model import FrozenScorer
 from headrace.train.fsdp.backend import FsdpBackend
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import Datum, FloatArray
+from headrace.types import Datum, FloatArray, IntArray
 from headrace.wiring.build.models import load_policy, load_scalar, make_sampler, resolve_auto_settings, whole
 from headrace.wiring.build.servers import make_fleet
 
@@ -42,13 +43,14 @@ class LocalRuntime:
         samples: bool,  # whether episodes are played
         logs: Path | None = None,  # the folder for the output of inference servers
     ) -> None:
-        stage = {"sft": config.sft, "reward_model": config.reward_model, "rl": config.rl}[stage_name]
+        stage = getattr(config, stage_name)
         assert stage is not None
         self._config = config = resolve_auto_settings(config, base)
         self._start = start
         load = load_scalar if stage_name == "reward_model" else load_policy
         self.lm = load(config.model, base, seed=config.run.seed)
-        longest = stage.max_episode_tokens if isinstance(stage, RlConfig) else stage.max_tokens
+        plays = isinstance(stage, RlConfig | DistillConfig)
+        longest = stage.max_episode_tokens if plays else stage.max_tokens
         self._longest = min(longest, self.lm.context)
         self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
         shared = isinstance(stage, RlConfig) and stage.critic is not None and stage.critic.trunk == "shared"
@@ -99,6 +101,15 @@ class LocalRuntime:
             return scored_remotely(remote)
         frozen = self._load_frozen(path, micro_batch_tokens)
         return thread_scorer(frozen.score, self._worker.submit)
+
+    def open_teacher(self, path: str, *, micro_batch_tokens: int) -> TopTokens:
+        teacher = self._load_frozen(path, micro_batch_tokens)
+
+        async def top_tokens(data: Sequence[Datum], count: int) -> Sequence[tuple[IntArray, FloatArray]]:
+            asked = self._worker.submit(lambda: teacher.top_tokens(data, count), what="the teacher")
+            return await asyncio.wrap_future(asked)
+
+        return top_tokens
 
     def _load_frozen(self, path: str | None, micro_batch_tokens: int) -> FrozenScorer:
         """Load the model of a folder, or the one that the stage started from: under adapters, that is the base."""

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace.loops.checkpointer import CheckpointWriter
+from headrace.loops.distill import TopTokens
 from headrace.loops.step_batch import Score
 from headrace.protocols import Sampler, TrainBackend
 from headrace.render import Renderer
@@ -28,6 +29,9 @@ class Runtime(Protocol):
 
     def open_frozen(self, path: str | None, *, micro_batch_tokens: int) -> Score:
         """Score with a frozen model: a folder, a URL, or, without a path, the model that the stage started from."""
+
+    def open_teacher(self, path: str, *, micro_batch_tokens: int) -> TopTokens:
+        """Ask a frozen model for its likeliest tokens: that of a folder."""
 
     def open_critic(self, path: str, *, micro_batch_tokens: int, state: Path | None) -> TrainBackend:
         """Load a value model with a trunk of its own, and the `state` it goes on from."""

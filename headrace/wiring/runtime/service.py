@@ -17,6 +17,7 @@ from headrace.config.paths import SERVICE_STATE
 from headrace.envs import ENVIRONMENTS
 from headrace.errors import BackendError, ConfigError
 from headrace.loops.checkpointer import CheckpointWriter
+from headrace.loops.distill import TopTokens
 from headrace.loops.step_batch import Score, backend_scorer
 from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.names import NAMED_MODELS
@@ -165,6 +166,9 @@ class ServiceRuntime:
         if self._start:
             backend.start_from(Path(self._start)).result()
         return backend_scorer(backend)
+
+    def open_teacher(self, path: str, *, micro_batch_tokens: int) -> TopTokens:
+        raise AssertionError("a service has no teacher, and the configuration was checked")
 
     def open_critic(self, path: str, *, micro_batch_tokens: int, state: Path | None) -> TrainBackend:
         raise AssertionError("a service trains no critic, and the configuration was checked")

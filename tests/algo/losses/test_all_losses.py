@@ -129,7 +129,7 @@ def test_untrained_positions_can_hold_anything(name: str) -> None:
     arrays = batch(3)
     dead_T = arrays["weights"] == 0
     assert dead_T.any()
-    kept = {"weights", "value_weights", "segments", "units", "preferences"}
+    kept = {"weights", "value_weights", "nll_weights", "segments", "units", "preferences"}
     rubbish_of = {"sampler_logprobs": math.nan, "policy_logprobs": -math.inf}
     rubbish = {
         array: values_T if array in kept else torch.where(dead_T, rubbish_of.get(array, 1e30), values_T)

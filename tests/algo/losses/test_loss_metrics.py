@@ -22,13 +22,16 @@ CLIP: Table = {"clip_frac_low": Mean, "clip_frac_high": Mean}
 WEIGHT: Table = {"weight_mean": Mean, "weight_max": Max, "weight_effective": EffectiveSampleShare}
 DROPPED: Table = {"dropped_low": Mean, "dropped_high": Mean}
 VALUE: Table = {"value": Sum, "value_error": Mean, "value_mean": Mean, "explained_variance": ExplainedVariance}
-PAIR: Table = {"preference": Sum, "accuracy": Mean, "margin": Mean}
+LABELLED: Table = {"preference": Sum, "accuracy": Mean, "chosen_reward": Mean, "rejected_reward": Mean}
+PAIR: Table = LABELLED | {"margin": Mean}
 
 SURROGATE = POLICY | RATIO | SAMPLER
 WEIGHTED = SURROGATE | WEIGHT
 REPORTED: dict[str, Table] = {
     "cross_entropy": {"cross_entropy": Sum, "nll": Mean},
     "distillation": {"distillation": Sum, "kl_teacher_k1": Mean, "kl_teacher_k3": Mean} | RATIO | SAMPLER,
+    "teacher_kl_reverse": {"distillation": Sum, "kl_teacher": Mean},
+    "teacher_kl_forward": {"distillation": Sum, "kl_teacher": Mean},
     "importance_sampling": SURROGATE,
     "ppo": SURROGATE | CLIP,
     "conservative_ppo": SURROGATE | CLIP | {"sampler_kl": Sum},
@@ -51,6 +54,9 @@ REPORTED: dict[str, Table] = {
     "discriminative": POLICY | {"score_gap": Mean, "contrast_share": Mean},
     "dpo": PAIR,
     "ipo": PAIR,
+    "kto": LABELLED,
+    "orpo": PAIR | {"chosen_nll": Sum},
+    "simpo": PAIR,
     "bradley_terry": PAIR,
     "value": VALUE,
     "value_clipped": VALUE | {"value_clip_frac": Mean},

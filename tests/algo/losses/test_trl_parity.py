@@ -6,6 +6,7 @@ that require a gradient, so that losses and gradients are compared without a for
 
 import warnings
 from collections import defaultdict
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -224,7 +225,142 @@ def test_dpo(trl: ModuleType, loss_type: str, name: str) -> None:
         "ref_rejected_logps": reference_B[3:],
     }
     theirs = trl.DPOTrainer._compute_loss(trainer, model, inputs, False)
-    check(ours(name, arrays, weighting="unit_mean", beta=0.3), theirs, policy_BL)
+    exactly(ours(name, arrays, weighting="unit_mean", beta=0.3), theirs, policy_BL)
+
+
+def exactly(mine: tuple[Tensor, Tensor], theirs: Tensor, leaf: Tensor) -> None:
+    """Assert that losses and every entry of the gradients agree to 1e-6."""
+    theirs.backward()
+    assert leaf.grad is not None
+    assert mine[0].item() == pytest.approx(theirs.item(), abs=1e-6, rel=1e-6)
+    torch.testing.assert_close(mine[1].reshape(leaf.shape), leaf.grad, atol=1e-6, rtol=1e-6)
+    assert leaf.grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.3, 0.7)])
+@pytest.mark.parametrize("shift", [0.5, -0.5])  # the KL is positive, or clamped to 0
+def test_kto(trl: ModuleType, weights: tuple[float, float], shift: float) -> None:
+    arrays = {name: rows_BL.double() for name, rows_BL in batch().items()}
+    policy_BL, mask_BL = arrays["policy_logprobs"].clone().requires_grad_(), arrays["weights"]
+    other_BL = -1.0 - torch.rand(B, L, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    reference_of_other_B = (other_BL * mask_BL).sum(1) - shift
+    label_B = torch.tensor([True, False, True, True, False, False])
+
+    def model(input_ids: Tensor, **_: object) -> SimpleNamespace:
+        rows_BL = other_BL if bool((input_ids == 1).all()) else policy_BL
+        zeros = torch.zeros(B, L)
+        return SimpleNamespace(log_probs=rows_BL * mask_BL, entropy=zeros, mean_logits=zeros)
+
+    trainer = SimpleNamespace(
+        accelerator=Accelerator(),
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        beta=0.3,
+        desirable_weight=weights[0],
+        undesirable_weight=weights[1],
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    trainer._compute_kl_logps = partial(trl.KTOTrainer._compute_kl_logps, trainer)
+    completion_mask = torch.cat([torch.zeros(B, 1), mask_BL], dim=1).long()
+    inputs = {
+        "input_ids": torch.zeros(B, L + 1, dtype=torch.long),
+        "attention_mask": torch.ones(B, L + 1, dtype=torch.long),
+        "completion_mask": completion_mask,
+        "KL_input_ids": torch.ones(B, L + 1, dtype=torch.long),
+        "KL_attention_mask": torch.ones(B, L + 1, dtype=torch.long),
+        "KL_completion_mask": completion_mask,
+        "label": label_B,
+        "ref_logps": (arrays["reference_logprobs"] * mask_BL).sum(1),
+        "ref_KL_logps": reference_of_other_B,
+    }
+    theirs = trl.KTOTrainer._compute_loss(trainer, model, inputs, False)
+    baseline = max(0.0, ((other_BL * mask_BL).sum(1) - reference_of_other_B).mean().item())
+    arrays |= {
+        "preferences": torch.where(label_B, 1.0, -1.0).double()[:, None].expand(B, L),
+        "units": torch.arange(B).double()[:, None].expand(B, L),
+        "baselines": torch.full((B, L), baseline, dtype=torch.float64),
+    }
+    numbers = {"beta": 0.3, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
+    exactly(ours("kto", arrays, weighting="seq_mean_token_sum", **numbers), theirs, policy_BL)
+
+
+def paired_logits(prompt: int = 3, vocabulary: int = 11) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits of three pairs behind prompts of three tokens, and TRL's batch of them."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(B, prompt + L, vocabulary, generator=generator, dtype=torch.float64).requires_grad_()
+    lengths_B = prompt + torch.tensor([9, 4, 6, 9, 5, 7])
+    inside = torch.arange(prompt + L)[None] < lengths_B[:, None]
+    ids = torch.randint(vocabulary, (B, prompt + L), generator=generator)
+    labels = torch.where(inside & (torch.arange(prompt + L) >= prompt)[None], ids, -100)
+    rows = {"input_ids": ids, "attention_mask": inside.long(), "labels": labels}
+    sides = {"chosen": slice(0, 3), "rejected": slice(3, 6)}
+    return logits, {f"{side}_{name}": value[where] for side, where in sides.items() for name, value in rows.items()}
+
+
+def ours_of_logits(name: str, logits: Tensor, rows: dict[str, Tensor], **numbers: float) -> tuple[Tensor, Tensor]:
+    """Loss and its gradient in the logits; every token but the first is a position."""
+
+    def joined(field: str) -> Tensor:
+        return torch.cat([rows[f"{side}_{field}"] for side in ("chosen", "rejected")])[:, 1:]
+
+    leaf = logits.detach().clone().requires_grad_()
+    picked = leaf.log_softmax(-1)[:, :-1].gather(-1, joined("input_ids")[..., None])[..., 0]
+    chosen = (torch.arange(B) < 3)[:, None].expand_as(picked)
+    imitated = (joined("attention_mask") == 1) & chosen
+    arrays = {
+        "preferences": torch.where(chosen, 1.0, -1.0),
+        "units": (torch.arange(B) % 3)[:, None].expand_as(picked),
+        "weights": (joined("labels") != -100) / 3,
+        "nll_weights": imitated / imitated.sum(),
+    }
+    fn = find_loss(name)
+    tensors = {f"{key}_T": arrays[key].double().reshape(-1) for key in loss_inputs(fn).required}
+    loss = fn(picked.reshape(-1), **tensors, **numbers).loss
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def their_trainer(cls: Any, **settings: Any) -> SimpleNamespace:
+    trainer = SimpleNamespace(
+        accelerator=Accelerator(),
+        is_encoder_decoder=False,
+        aux_loss_enabled=False,
+        padding_value=0,
+        pad_token_id=0,
+        concatenated_inputs=cls.concatenated_inputs,
+        get_batch_logps=cls.get_batch_logps,
+        **settings,
+    )
+    trainer.concatenated_forward = partial(cls.concatenated_forward, trainer)
+    return trainer
+
+
+def test_orpo(trl: ModuleType) -> None:
+    cls = pytest.importorskip("trl.experimental.orpo").ORPOTrainer
+    logits, rows = paired_logits()
+    trainer = their_trainer(cls, beta=0.3)
+    trainer.odds_ratio_loss = partial(cls.odds_ratio_loss, trainer)
+    theirs, _ = cls.get_batch_loss_metrics(trainer, lambda *_, **__: SimpleNamespace(logits=logits), rows)
+    exactly(ours_of_logits("orpo", logits, rows, beta=0.3), theirs, logits)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_simpo(trl: ModuleType, smoothing: float) -> None:
+    cls = pytest.importorskip("trl.experimental.cpo").CPOTrainer
+    logits, rows = paired_logits()
+    trainer = their_trainer(
+        cls, beta=1.5, simpo_gamma=0.4, label_smoothing=smoothing, loss_type="simpo", cpo_alpha=0.0, alpha=0.0
+    )
+    trainer.cpo_loss = partial(cls.cpo_loss, trainer)
+    theirs, _ = cls.get_batch_loss_metrics(trainer, lambda *_, **__: SimpleNamespace(logits=logits), rows)
+    mine = ours_of_logits("simpo", logits, rows, beta=1.5, gamma=0.4, label_smoothing=smoothing)
+    exactly(mine, theirs, logits)
 
 
 def test_reward_model(trl: ModuleType) -> None:

@@ -1,0 +1,51 @@
+"""Names of TRL and verl: the answers to unknown keys, and the page that lists them."""
+
+import pytest
+
+from headrace.config import load_config
+from headrace.config.foreign_names import FOREIGN_NAMES, ForeignName, names_page
+from headrace.config.introspect import keys
+from headrace.errors import ConfigError
+from support.paths import DOCS
+
+KNOWN = {path for path, _, _ in keys()}
+
+
+def test_the_page_is_the_table() -> None:
+    assert (DOCS / "names.md").read_text(encoding="utf-8") == names_page(), (
+        "write it again by  python docs/make_names.py"
+    )
+
+
+@pytest.mark.parametrize("entry", FOREIGN_NAMES, ids=lambda entry: entry.name)
+def test_every_answer_is_a_key_that_exists(entry: ForeignName) -> None:
+    assert entry.ours or entry.note
+    assert {ours.partition(" = ")[0] for ours in entry.ours} <= KNOWN
+    assert entry.name not in KNOWN, "a key of ours is not unknown"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[rl]\nnum_generations = 8", "unknown key 'rl.num_generations'; this is TRL's name; write 'rl.group_size'"),
+        (
+            "[rl]\nbeta = 0.1",
+            "unknown key 'rl.beta'; this is TRL's name; write 'rl.loss = \"ppo + reference_kl_k3\"' or "
+            "'rl.loss_params' (kl_coef is its number in [rl])",
+        ),
+        ("[sft]\nper_device_train_batch_size = 4", "write 'sft.batch_size' (of one update, on all devices together)"),
+        ("[dpo]\ngradient_accumulation_steps = 4", "write 'dpo.micro_batch_tokens' (memory is set in tokens"),
+        ("[rl]\nmax_completion_length = 4", "write 'rl.sampling.max_tokens'"),
+        ("[rl]\nkl_coef = 0.1", "this is verl's name; write 'rl.loss_params' or 'rl.critic.kl_coef'"),
+        (
+            "[actor_rollout_ref.rollout]\nn = 8",
+            "unknown key 'actor_rollout_ref'; 'actor_rollout_ref.rollout.n' is verl's name; write 'rl.group_size'",
+        ),
+        ("[algorithm]\nadv_estimator = 'grpo'", "'algorithm.adv_estimator' is verl's name; write 'rl.credit'"),
+        ("[rl.optimizer]\nwarmup_steps = 4", "write 'rl.optimizer.schedule.warmup_steps'"),
+    ],
+)
+def test_a_foreign_name_is_answered_with_ours(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(text, file="run.toml")
+    assert sentence in str(caught.value)
