@@ -297,7 +297,13 @@ def verify(
     from headrace.names import NAMED_MODELS
 
     if model is not None and model not in NAMED_MODELS and not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"{model} is no model: give a Hugging Face folder (with config.json) or smollm2-135m")
+        from headrace.storage.hub import hub_name
+
+        if Path(model).exists() or hub_name(model) is None:
+            raise ConfigError(
+                f"{model} is no model: give a Hugging Face folder (with config.json), owner/name of the hub or "
+                "smollm2-135m"
+            )
     from headrace import wiring
     from headrace.verify.property_result import failures, heading, rows
 

@@ -74,7 +74,7 @@ class ModelConfig:
     the one that the service names. "openai:NAME" is a remote model, which can only play tasks.
     """
 
-    # a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot); `eval`: or "openai:NAME"
+    # a model folder, a checkpoint, "owner/name[@revision]" of the hub, "smollm2-135m", "tiny"; `eval`: "openai:NAME"
     path: str = "tiny"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
@@ -139,13 +139,16 @@ class SourceConfig:
     """A source of tasks, conversations or preference pairs.
 
     Which keys count depends on `type`. "env": `name` of an environment, `size` tasks from `seed`, its `options`;
-    "jsonl", "parquet", "dataset": `path` and `columns`; "reasoning_gym": `name`, `size`, `seed`, `options`;
-    "python": `path` and `options`, the arguments of the function; "task": `path`.
+    "jsonl", "parquet", "dataset": `path` and `columns`; "hub": those, `subset` and `split`; "reasoning_gym": `name`,
+    `size`, `seed`, `options`; "python": `path` and `options`, the arguments of the function; "task": `path`.
     """
 
-    # "env": an environment by name; "dataset": a folder of `datasets.save_to_disk`; "task": a task definition
-    type: Literal["env", "jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
-    path: str | None = None  # jsonl, parquet, dataset, task: the file or folder; python: "file.py:function"
+    # "env": an environment by name; "dataset": a folder of `datasets.save_to_disk`; "hub": a dataset of the hub
+    type: Literal["env", "jsonl", "parquet", "hub", "dataset", "reasoning_gym", "python", "task"]
+    # jsonl, parquet, dataset, task: the file or folder; hub: "owner/name[@revision]"; python: "file.py:function"
+    path: str | None = None
+    subset: Text | None = None  # hub: which configuration of the dataset; unset: the only one
+    split: Text | None = None  # hub: which split; unset: the only one
     name: str | None = None  # env, reasoning_gym: which environment or dataset
     size: Positive = 1000  # env, reasoning_gym: how many tasks are generated
     seed: Seed = 0  # env, reasoning_gym: seeds the tasks

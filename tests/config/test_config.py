@@ -668,6 +668,19 @@ def test_a_function_path_must_name_a_function_that_is_there(tmp_path: Path) -> N
     assert problem(RL, tmp_path, "rl.program=mine") == '\'rl.program\' is "mine": write it as "file.py:function"'
 
 
+def test_a_dataset_of_the_hub_is_named_by_owner_and_name(tmp_path: Path) -> None:
+    hub = ("rl.tasks.type=hub", "rl.tasks.path=openai/gsm8k", "rl.rewards=[{fn='exact_match'}]", "model.path=m")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    run_check(RL, tmp_path, *hub, "rl.tasks.subset=main", "rl.tasks.split=train")
+    assert 'write "owner/name"' in problem(RL, tmp_path, *hub, "rl.tasks.path=a/b/c")
+    local = problem(RL, tmp_path, *hub, "rl.tasks.type=jsonl")
+    assert local.endswith('or the current folder; a dataset of the hub has type = "hub"')
+    (tmp_path / "tasks.jsonl").write_text("")
+    split = problem(RL, tmp_path, *hub, "rl.tasks.type=jsonl", "rl.tasks.path=tasks.jsonl", "rl.tasks.split=train")
+    assert split == '\'rl.tasks.split\' is for type "hub", but the type is "jsonl": leave it out'
+
+
 def test_an_episode_is_played_in_one_way(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def play(): ...\n")
     both = problem(RL, tmp_path, "rl.program=mine.py:play", "rl.generate_fn=mine.py:play")
@@ -677,8 +690,7 @@ def test_an_episode_is_played_in_one_way(tmp_path: Path) -> None:
 def test_a_model_folder_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None:
     assert problem(RL, tmp_path, "model.path=models/a").startswith(
         f"'model.path' is \"models/a\", and there is no such folder in {tmp_path} or the current folder; "
-        'write a Hugging Face folder, "tiny" or "smollm2-135m" (nothing is downloaded; to fetch one:  '
-        "hf download models/a"
+        'write a Hugging Face folder, "owner/name" of the hub, "tiny" or "smollm2-135m"'
     )
     assert problem(RL, tmp_path, "model.path=smollm2").endswith('did you mean "smollm2-135m"?')
     folder = tmp_path / "models" / "a"

@@ -14,8 +14,9 @@ from headrace.data.conversations import (
     with_system_message,
 )
 from headrace.data.preferences import PreferencePair, load_pairs
+from headrace.data.row_formats import with_system
 from headrace.data.rows import DataSource
-from headrace.data.task_rows import load_tasks, with_system
+from headrace.data.task_rows import load_tasks
 from headrace.data.task_source import filter_prompts, find_overlap
 from headrace.envs import (
     ENVIRONMENTS,
@@ -41,6 +42,8 @@ def data_source(source: SourceConfig) -> DataSource:
     return DataSource(
         type=source.type,
         path=source.path,
+        subset=source.subset,
+        split=source.split,
         name=source.name,
         size=source.size,
         seed=source.seed,

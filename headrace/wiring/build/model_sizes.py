@@ -16,6 +16,7 @@ from headrace.model.memory import (
     tiny_model_dims,
 )
 from headrace.names import REWARD_MODEL
+from headrace.storage.hub import hub_name, model_description
 
 
 def model_shape(config: Config) -> ModelDims:
@@ -36,8 +37,11 @@ def model_shape(config: Config) -> ModelDims:
 
 
 def folder_shape(path: str) -> ModelDims:
-    """Return the size of a named model or a model folder."""
-    return SMOLLM2_135M if path == "smollm2-135m" else read_model_dims(Path(path))
+    """Return the size of a named model, a model folder or a model of the hub, of which no weights are fetched."""
+    if path == "smollm2-135m":
+        return SMOLLM2_135M
+    name = None if Path(path).exists() else hub_name(path)
+    return read_model_dims(Path(path) if name is None else model_description(name))
 
 
 def tiny_words(config: Config) -> tuple[str, ...]:

@@ -145,7 +145,8 @@ def starting_model(config: Config, folder: RunFolder) -> str:
 
 def load_tokens(c: ModelConfig, path: str) -> TokenizerOnly:
     """Load the tokenizer of a model without its weights."""
-    return load_tokenizer(model_folder(path), trust_remote_code=c.trust_remote_code)
+    folder = model_folder(path, weights=False, code=c.trust_remote_code)
+    return load_tokenizer(folder, trust_remote_code=c.trust_remote_code)
 
 
 def make_sampler(config: Config, lm: LanguageModel, worker: ComputeThread) -> EmbeddedEngine | GenerateSampler:
