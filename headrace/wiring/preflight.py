@@ -21,6 +21,7 @@ from headrace.wiring.build.data import (
     tasks_of,
     training_conversations,
     training_tasks,
+    warn_of_cuts,
 )
 from headrace.wiring.build.loss import make_correction, make_keys, make_loss
 from headrace.wiring.build.rewards import check_rewards
@@ -48,13 +49,16 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
     pairs = None if pairs_config is None else _load_pairs(pairs_config)
     held_out = tasks_of(config.eval.source)[: config.eval.tasks] if evaluates and config.eval.source is not None else ()
     rl = None
+    renderer = Renderer(tokens.tokenizer, tokens.eos_tokens, config.model.template_options)
     if rl_config is not None and functions is not None:
-        renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
         rl = RlInputs(functions=functions, tasks=training_tasks(rl_config, renderer, held_out))
         waits = sft_config is not None or pairs is not None
         if waits and (config.eval.source is None or sft_config is None):  # else the evaluation of [sft] checks them
             check_rewards(rl_config)
     sft = None if sft_config is None else _load_conversations(sft_config, held_out)
+    if sft is not None and sft_config is not None:
+        loaded = [conversation for conversations, _ in sft.sources for conversation in conversations]
+        warn_of_cuts(loaded, renderer, sft_config.max_tokens)
     return RunInputs(sft=sft, reward_model=pairs, rl=rl, held_out_tasks=held_out)
 
 

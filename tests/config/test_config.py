@@ -681,6 +681,28 @@ def test_a_dataset_of_the_hub_is_named_by_owner_and_name(tmp_path: Path) -> None
     assert split == '\'rl.tasks.split\' is for type "hub", but the type is "jsonl": leave it out'
 
 
+def test_a_quantised_base_model_is_refused_by_name() -> None:
+    sentence = loading_error("[model]\nload_in_4bit = true\n")
+    assert "unknown key 'model.load_in_4bit'; a base model in 4 or 8 bits (QLoRA) cannot be trained here" in sentence
+
+
+def test_a_chat_template_is_a_file_that_is_there_or_jinja(tmp_path: Path) -> None:
+    run_check(RL, tmp_path, "model.chat_template='{{ messages[0].content }}'")
+    missing = problem(RL, tmp_path, "model.chat_template=chat.jinja")
+    assert missing.startswith(
+        "'model.chat_template' is \"chat.jinja\", which is no Jinja text, and there is no such file"
+    )
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    run_check(RL, tmp_path, "model.chat_template=chat.jinja")
+
+
+def test_lora_targets_are_names_or_all_linear() -> None:
+    config = load(RL, 'model.lora.targets="all-linear"')
+    assert config.model.lora is not None
+    assert "q_proj" in config.model.lora.layers
+    assert 'a list, each text in quotes, or "all-linear"' in loading_error(RL, "model.lora.targets=5")
+
+
 def test_an_episode_is_played_in_one_way(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def play(): ...\n")
     both = problem(RL, tmp_path, "rl.program=mine.py:play", "rl.generate_fn=mine.py:play")

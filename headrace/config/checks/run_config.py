@@ -24,6 +24,7 @@ from headrace.config.paths import (
     SERVICE_STATE,
     find_path,
     is_code_path,
+    is_template_text,
     is_url,
     remote_name,
     split_function,
@@ -173,6 +174,12 @@ def _model_problems(config: Config, base: Path, hub_model: Path | None) -> Itera
         context = described.get("max_position_embeddings")
         width = described.get("hidden_size")
     yield from length_problems(config, context)
+    template = model.chat_template
+    if template is not None and not is_template_text(template) and find_path(template, base) is None:
+        yield (
+            f"'model.chat_template' is \"{template}\", which is no Jinja text, and there is no such file in {base} or "
+            "the current folder"
+        )
     if model.lora is not None:
         if width is not None and model.lora.rank > width:
             yield f"'model.lora.rank' is {model.lora.rank}, but the model is only {width} wide: choose at most {width}"

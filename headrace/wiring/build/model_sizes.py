@@ -66,7 +66,7 @@ def memory_request(config: Config) -> MemoryRequest:
         kv=_kv_room(config) if sampled else KvBudget(wanted=0, least=0),
         recompute=config.model.recompute,
         lora_rank=0 if lora is None else lora.rank,
-        lora_targets=() if lora is None else tuple(lora.targets),
+        lora_targets=() if lora is None else lora.layers,
         frozen_copies=_frozen_copies(config),
         critic=rl is not None and rl.critic is not None and rl.critic.trunk != "shared",
         graphs=sampled and config.engine.type == "embedded" and config.engine.cuda_graphs is not False,
