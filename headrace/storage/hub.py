@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,6 +165,32 @@ def load_hub_dataset(name: HubName, *, subset: str | None, split: str | None) ->
     if chosen not in loaded:
         raise ConfigError(f"the dataset {name.repo} has no split {chosen}; it has {splits}")
     return loaded[chosen]
+
+
+def is_weights_file(name: str) -> bool:
+    """Tell whether a file of a model's folder holds weights, or lists the files that do."""
+    return any(fnmatch(name, pattern) for pattern in _WEIGHTS)
+
+
+def is_model_file(name: str) -> bool:
+    """Tell whether a file of a folder belongs to a model as transformers reads it."""
+    return is_weights_file(name) or any(fnmatch(name, pattern) for pattern in _SMALL)
+
+
+def upload_model(folder: Path, repo: str) -> str:
+    """Upload a folder as the model `repo` of the hub, which is made (private) if it is not there; return its address.
+
+    Raises ModelError.
+    """
+    from huggingface_hub import HfApi
+
+    name = hub_name(repo)
+    if name is None or name.revision != DEFAULT_REVISION:
+        raise ConfigError(f'{repo} cannot be the name of a model on the hub: write "owner/name"')
+    with _failures(name, "model"), _progress_bars(shown=True):
+        HfApi().create_repo(repo, private=True, exist_ok=True)
+        HfApi().upload_folder(repo_id=repo, folder_path=folder)
+    return f"{endpoint()}/{repo}"
 
 
 def endpoint() -> str:
