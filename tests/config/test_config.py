@@ -137,7 +137,10 @@ def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -
         ("[rl]\ntasks.type = 'env'", "'rl.steps' is missing; write a whole number above 0"),
         ("[sft]\nsteps = 1\nsources = 3", "'sft.sources' must be a list of tables, but it is 3"),
         ("[sft]\nsteps = 1\nsources = [3]", "'sft.sources[0]' must be a table, but it is 3"),
-        ("[model.lora]\ntargets = [1]", "'model.lora.targets[0]' must be text in quotes, but it is 1"),
+        (
+            "[model.lora]\ntargets = [1]",
+            "'model.lora.targets' must be a list, each text in quotes, or \"all-linear\", but it is [1]",
+        ),
         (
             "[rl.loss_params]\nclip = 'x'\n[rl.tasks]\ntype = 'env'",
             "'rl.steps' is missing; write a whole number above 0",
