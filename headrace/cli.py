@@ -235,6 +235,26 @@ def demonstrate(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, such as RUN/checkpoints/rl/step_000100.")],
+    merged: Annotated[bool, typer.Option("--merged", help="The whole model, with its adapter merged.")] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone, as PEFT reads it.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The new folder; by default step_...-merged in this one.")] = None,
+    hub: Annotated[str | None, typer.Option(help="Upload it as this model of the hub, owner/name, as well.")] = None,
+) -> None:
+    """Copy a checkpoint's model or adapter into a folder for other programs, or to the hub."""
+    from headrace.wiring.commands.export import export_checkpoint, push
+
+    if merged == adapter:
+        raise ConfigError("say what to export: --merged, the whole model, or --adapter, the adapter alone")
+    part: Literal["merged", "adapter"] = "merged" if merged else "adapter"
+    folder = export_checkpoint(checkpoint, out or Path(f"{checkpoint.absolute().name}-{part}"), part=part)
+    print(folder)
+    if hub is not None:
+        print(push(folder, hub))
+
+
+@app.command()
 def explain(
     file: Annotated[Path | None, typer.Argument(help="The run's TOML file.")] = None,
     overrides: Overrides = None,
@@ -315,7 +335,13 @@ def verify(
     from headrace.names import NAMED_MODELS
 
     if model is not None and model not in NAMED_MODELS and not (Path(model) / "config.json").is_file():
-        raise ConfigError(f"{model} is no model: give a Hugging Face folder (with config.json) or smollm2-135m")
+        from headrace.storage.hub import hub_name
+
+        if Path(model).exists() or hub_name(model) is None:
+            raise ConfigError(
+                f"{model} is no model: give a Hugging Face folder (with config.json), owner/name of the hub or "
+                "smollm2-135m"
+            )
     from headrace import wiring
     from headrace.verify.property_result import failures, heading, rows
 

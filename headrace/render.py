@@ -50,23 +50,30 @@ class Renderer:
     """Renders messages to tokens and decodes tokens to text, with one tokenizer and its chat template.
 
     `eos_tokens` is every token that ends an assistant turn: the tokenizer's end-of-sequence, the one the template
-    closes a turn with, and those passed in (a generation config's list).
+    closes a turn with, and those passed in (a generation config's list). `options` are passed to the template, such as
+    `enable_thinking`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_tokens: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_tokens: Iterable[int] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._options = dict(options or {})
         self._last: tuple[tuple[Message, ...], IntArray] | None = None  # the last prompt rendered without tools
         self._pending: WeakKeyDictionary[asyncio.AbstractEventLoop, list[PendingDecode]] = WeakKeyDictionary()
         self._decodes_plainly = _decodes_plainly(tokenizer)
         self._template: str | None = None
         if tokenizer.chat_template is None:
-            self._template = _plain_template(tokenizer)
+            self._template = plain_template(tokenizer)
         ends = [*eos_tokens, tokenizer.eos_token_id, self._probe_end_of_turn()]
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys(int(token) for token in ends if token is not None))
 
-    def __reduce__(self) -> tuple[type["Renderer"], tuple[PreTrainedTokenizerBase, tuple[int, ...]]]:
-        """Pickle the tokenizer and its ends, for a worker in another process."""
-        return Renderer, (self._tokenizer, self.eos_tokens)
+    def __reduce__(self) -> tuple[type["Renderer"], tuple[PreTrainedTokenizerBase, tuple[int, ...], dict[str, Any]]]:
+        """Pickle the tokenizer, its ends and the options, for a worker in another process."""
+        return Renderer, (self._tokenizer, self.eos_tokens, self._options)
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> IntArray:
         """Render the tokens that an engine reads before it samples the assistant's next turn."""
@@ -259,6 +266,7 @@ class Renderer:
                 chat_template=self._template,
                 add_generation_prompt=generate,
                 tokenize=False,
+                **self._options,
             )
         return str(rendered)
 
@@ -280,7 +288,8 @@ def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
     )
 
 
-def _plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
+def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the template of a tokenizer that has none; raises ModelError if it has no end-of-sequence token either."""
     if tokenizer.eos_token is None:
         raise ModelError(
             "the tokenizer has neither a chat template nor an end-of-sequence token: set tokenizer.chat_template, "

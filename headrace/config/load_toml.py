@@ -114,6 +114,8 @@ def _override_key(override: str) -> str:
     return ".".join(toml_name(part) if parts[:position] == ["rl"] else part for position, part in enumerate(parts))
 
 
+# keys of other libraries that ask for adapters over a quantised base model
+_FOUR_BIT = {"qlora", "load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type"}
 KeyPath = tuple[str | int, ...]
 
 
@@ -210,6 +212,11 @@ def _nearest_key(path: KeyPath) -> str:
     """Say what to write in place of an unknown key: a key of this name in another table, one spelt like it in the same
     table, or all keys of the table. Old names count, and are answered with the new ones."""
     name = str(path[-1])
+    if name.lower() in _FOUR_BIT:
+        return (
+            "a base model in 4 or 8 bits (QLoRA) cannot be trained here: leave it out, and train adapters over the "
+            "full weights with [model.lora]"
+        )
     cls: type = Config
     for part in path[:-1]:
         if isinstance(part, str):

@@ -51,6 +51,15 @@ def remote_name(path: str) -> str | None:
     return path.removeprefix(REMOTE) if path.startswith(REMOTE) else None
 
 
+def is_template_text(text: str) -> bool:
+    """Tell whether a chat template is written out, and not the name of a file.
+
+    >>> is_template_text("{{ messages[0].content }}"), is_template_text("chat.jinja")
+    (True, False)
+    """
+    return "{{" in text or "{%" in text
+
+
 def split_sum(text: str) -> tuple[str, ...]:
     """Split a loss into its terms: "ppo + mine.py:my_loss" -> "ppo" and "mine.py:my_loss"."""
     return tuple(term.strip() for term in text.split(" + "))
@@ -94,6 +103,8 @@ def map_paths(config: Config, locate: Locate) -> Config:
     model = config.model
     if model.path not in NAMED_MODELS and remote_name(model.path) is None:
         model = replace(model, path=locate("model.path", model.path))
+    if model.chat_template is not None and not is_template_text(model.chat_template):
+        model = replace(model, chat_template=locate("model.chat_template", model.chat_template))
     source = config.eval.source
     return replace(
         config,

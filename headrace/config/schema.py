@@ -25,6 +25,10 @@ Temperature = Annotated[float, Field(strict=True, allow_inf_nan=False, ge=1e-4)]
 Nucleus = Annotated[float, Field(strict=True, gt=0, le=1, description="a number above 0 and at most 1")]
 Text = Annotated[str, Field(min_length=1, description="text in quotes, not empty")]
 Port = Annotated[int, Field(strict=True, ge=0, le=65535)]
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LayerNames = Annotated[
+    tuple[str, ...] | Literal["all-linear"], Field(description='a list, each text in quotes, or "all-linear"')
+]
 Staleness = Annotated[
     int,
     Field(strict=True, ge=0, description="0 (synchronous training) or the number of versions a token may be old"),
@@ -51,8 +55,19 @@ class LoraConfig:
 
     rank: Positive = 16  # of the two factors; at most the width of the model
     alpha: PositiveFloat = 32.0  # the update is scaled by alpha / rank
-    # names of the linear layers that get an adapter
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    rslora: Flag = False  # scale by alpha / sqrt(rank) instead
+    # names of the linear layers that get an adapter; "all-linear": all but the output head
+    targets: LayerNames = ALL_LINEAR
+
+    @property
+    def scaled_alpha(self) -> float:
+        """The alpha with which the usual scale, alpha / rank, is the configured one."""
+        return self.alpha * self.rank**0.5 if self.rslora else self.alpha
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The names of the layers; those of all supported models for "all-linear"."""
+        return ALL_LINEAR if isinstance(self.targets, str) else self.targets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -74,7 +89,7 @@ class ModelConfig:
     the one that the service names. "openai:NAME" is a remote model, which can only play tasks.
     """
 
-    # a Hugging Face folder, a checkpoint of ours, "smollm2-135m", "tiny" (made on the spot); `eval`: or "openai:NAME"
+    # a model folder, a checkpoint, "owner/name[@revision]" of the hub, "smollm2-135m", "tiny"; `eval`: "openai:NAME"
     path: str = "tiny"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
@@ -84,6 +99,8 @@ class ModelConfig:
     recompute: FlagOrAuto = "auto"
     compile: Flag = False  # cuda: train layers through torch.compile, for models without fused kernels; 20 s once
     trust_remote_code: Flag = False  # run Python code in the model's folder
+    chat_template: Text | None = None  # a Jinja file, or its text, in place of the tokenizer's; saved with checkpoints
+    template_options: dict[str, Any] = field(default_factory=dict)  # for the template: { enable_thinking = false }
     # a `headrace serve` that trains and samples in place of this machine (docs/service-client.md)
     service: Text | None = None
     service_key_env: str = "TINKER_API_KEY"  # environment variable with the service's key; "": none is sent
@@ -139,13 +156,16 @@ class SourceConfig:
     """A source of tasks, conversations or preference pairs.
 
     Which keys count depends on `type`. "env": `name` of an environment, `size` tasks from `seed`, its `options`;
-    "jsonl", "parquet", "dataset": `path` and `columns`; "reasoning_gym": `name`, `size`, `seed`, `options`;
-    "python": `path` and `options`, the arguments of the function; "task": `path`.
+    "jsonl", "parquet", "dataset": `path` and `columns`; "hub": those, `subset` and `split`; "reasoning_gym": `name`,
+    `size`, `seed`, `options`; "python": `path` and `options`, the arguments of the function; "task": `path`.
     """
 
-    # "env": an environment by name; "dataset": a folder of `datasets.save_to_disk`; "task": a task definition
-    type: Literal["env", "jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
-    path: str | None = None  # jsonl, parquet, dataset, task: the file or folder; python: "file.py:function"
+    # "env": an environment by name; "dataset": a folder of `datasets.save_to_disk`; "hub": a dataset of the hub
+    type: Literal["env", "jsonl", "parquet", "hub", "dataset", "reasoning_gym", "python", "task"]
+    # jsonl, parquet, dataset, task: the file or folder; hub: "owner/name[@revision]"; python: "file.py:function"
+    path: str | None = None
+    subset: Text | None = None  # hub: which configuration of the dataset; unset: the only one
+    split: Text | None = None  # hub: which split; unset: the only one
     name: str | None = None  # env, reasoning_gym: which environment or dataset
     size: Positive = 1000  # env, reasoning_gym: how many tasks are generated
     seed: Seed = 0  # env, reasoning_gym: seeds the tasks

@@ -1,6 +1,7 @@
 """Data: rows from files and functions, made into tasks, conversations and preference pairs.
 
-- `rows`: read rows from JSONL, Parquet, a saved dataset, reasoning-gym or a user's function.
+- `rows`: read rows from JSONL, Parquet, a dataset of the hub or on disk, reasoning-gym or a user's function.
+- `row_formats`: recognise OpenAI messages, ShareGPT, Alpaca, TRL's and verl's rows by their columns.
 - `task_rows`: turn rows into tasks.
 - `task_source`: give out tasks in an endless, seeded, resumable order; filter prompts.
 - `conversations`: read conversations for SFT and mix several sets by weight.

@@ -11,9 +11,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from headrace.data.row_formats import FormatLog, check_columns, parse_reply, recognise, with_system
 from headrace.data.rows import DataRow, DataSource, read_rows, rows_of
 from headrace.data.shuffle import fingerprint, permutation
-from headrace.data.task_rows import check_columns, parse_prompt, pick, prompt_column, with_system
 from headrace.errors import CheckpointError, DataError
 from headrace.types import Message
 
@@ -31,14 +31,16 @@ Item = TypeVar("Item")
 
 
 def load_conversations(source: DataSource, *, base: Path | None = None) -> list[Conversation]:
-    """Load the conversations of a source that has rows: `messages`, or `prompt` with the reply in `answer`."""
-    return _conversations(read_rows(source, base=base), columns=source.columns, system=source.system)
+    """Load the conversations of a source that has rows, in any of the formats of `row_formats`."""
+    what = source.path or source.name or source.type
+    return _conversations(read_rows(source, base=base), columns=source.columns, system=source.system, what=what)
 
 
 def conversations_from_rows(
     rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
 ) -> list[Conversation]:
-    """Make conversations to imitate from any iterable of dicts: `messages`, or a `prompt` with the reply in `answer`.
+    """Make conversations to imitate from any iterable of dicts: `messages`, a `prompt` with the reply in `answer`, or
+    the columns of ShareGPT, Alpaca or TRL.
 
     `columns` maps these names to those of the rows. `system` is put before every conversation that has no system
     message. Raises DataError that names the row.
@@ -47,32 +49,40 @@ def conversations_from_rows(
     >>> [(message.role, message.content) for message in conversation]
     [('user', '1 + 1 ='), ('assistant', '2')]
     """
-    return _conversations(rows_of(rows, "rows"), columns=columns or {}, system=system)
+    return _conversations(rows_of(rows, "rows"), columns=columns or {}, system=system, what="the iterable")
 
 
-def _conversations(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None) -> list[Conversation]:
+def _conversations(
+    rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None, what: str
+) -> list[Conversation]:
     check_columns(columns)
-    conversations = [_to_conversation(row, columns, system) for row in rows]
+    log = FormatLog(what)
+    conversations = [_to_conversation(row, columns, system, log) for row in rows]
     if not conversations:
         raise DataError("the source has no rows: there is nothing to train on")
+    log.write()
     return conversations
 
 
-def _to_conversation(row: DataRow, columns: Mapping[str, str], system: str | None) -> Conversation:
-    """Make a conversation of a row: a reply in the column `answer` is put after messages that do not end with the
+def _to_conversation(row: DataRow, columns: Mapping[str, str], system: str | None, log: FormatLog) -> Conversation:
+    """Make a conversation of a row: a reply in a column of its own is put after messages that do not end with the
     assistant, and a column `tools` has the tools that were offered."""
-    column = prompt_column(row, columns)
-    messages = with_system(parse_prompt(row.columns[column], row.place), system)
-    answer = pick(row, columns, "answer")
+    read = recognise(row, columns)
+    messages, answer = with_system(read.messages, system), read.answer
     if answer is not None and messages[-1].role != "assistant":
-        if not isinstance(row.columns[answer], str):
-            raise DataError(f"{row.place}: the reply in {answer} must be a text")
-        messages = (*messages, Message(role="assistant", content=row.columns[answer]))
+        messages = (*messages, *parse_reply(row.columns[answer], row.place, answer))
+    else:
+        answer = None
     if not any(message.role == "assistant" for message in messages):
-        raise DataError(f"{row.place}: there is no assistant message and no answer column: nothing to learn from")
+        raise DataError(
+            f"{row.place}: there is no assistant message and no column with the reply (answer, completion, response, "
+            f"output): nothing to learn from; the columns are {', '.join(row.columns)}; map the reply's, "
+            'columns = {answer = "..."}'
+        )
     if messages[0].role == "assistant":
         raise DataError(f"{row.place}: the conversation starts with the assistant; put a user message before it")
     tools = row.columns.get("tools")
+    log.add(read.form, row, (*read.columns, answer, "tools"))
     return ToolConversation(messages=messages, tools=_tools(tools, row.place)) if tools else messages
 
 

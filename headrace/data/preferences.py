@@ -7,13 +7,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from headrace.data.row_formats import FormatLog, parse_prompt, pick, with_system
 from headrace.data.rows import DataRow, DataSource, read_rows, rows_of
-from headrace.data.task_rows import parse_prompt, pick, with_system
 from headrace.errors import ConfigError, DataError
 from headrace.types import Message
 
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "margin")
 LABELLED_COLUMNS = ("prompt", "completion", "label")
+PROMPTS = ("question", "instruction", "query")  # what others call the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,26 +37,28 @@ class LabelledReply:
 
 def load_pairs(source: DataSource, *, base: Path | None = None) -> list[PreferencePair]:
     """Load the pairs of a source that has rows: `prompt`, `chosen`, `rejected` and, if there, `margin`."""
-    return _pairs(read_rows(source, base=base), columns=source.columns, system=source.system)
+    what = source.path or source.name or source.type
+    return _pairs(read_rows(source, base=base), columns=source.columns, system=source.system, what=what)
 
 
 def pairs_from_rows(
     rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
 ) -> list[PreferencePair]:
     """Make pairs from any Python iterable of dicts, with the columns that a file would have."""
-    return _pairs(rows_of(rows, "rows"), columns=columns or {}, system=system)
+    return _pairs(rows_of(rows, "rows"), columns=columns or {}, system=system, what="the iterable")
 
 
 def load_labelled(source: DataSource, *, base: Path | None = None) -> list[LabelledReply]:
     """Load labelled replies: `prompt`, `completion` and `label`; rows of pairs become two replies each."""
-    return _labelled(read_rows(source, base=base), columns=source.columns, system=source.system)
+    what = source.path or source.name or source.type
+    return _labelled(read_rows(source, base=base), columns=source.columns, system=source.system, what=what)
 
 
 def labelled_from_rows(
     rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
 ) -> list[LabelledReply]:
     """Make labelled replies from any Python iterable of dicts, with the columns that a file would have."""
-    return _labelled(rows_of(rows, "rows"), columns=columns or {}, system=system)
+    return _labelled(rows_of(rows, "rows"), columns=columns or {}, system=system, what="the iterable")
 
 
 def unpaired(pairs: Sequence[PreferencePair]) -> list[LabelledReply]:
@@ -75,13 +78,15 @@ def num_shared(pair: PreferencePair) -> int:
     return next((index for index, (left, right) in enumerate(sides) if left != right), most)
 
 
-def _labelled(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None) -> list[LabelledReply]:
+def _labelled(
+    rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None, what: str
+) -> list[LabelledReply]:
     first = next(rows, None)
     if first is None:
         raise DataError("the source has no rows: there is nothing to train on")
     rest = chain([first], rows)
     if pick(first, columns, "label") is None and pick(first, columns, "chosen") is not None:
-        return unpaired(_pairs(rest, columns=columns, system=system))
+        return unpaired(_pairs(rest, columns=columns, system=system, what=what))
     _check_columns(columns, LABELLED_COLUMNS)
     return [_to_labelled(row, columns, system) for row in rest]
 
@@ -120,21 +125,33 @@ def _check_columns(columns: Mapping[str, str], known: tuple[str, ...]) -> None:
             raise ConfigError(f"columns maps {name}, which is not one of {', '.join(known)}")
 
 
-def _pairs(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None) -> list[PreferencePair]:
+def _pairs(
+    rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None, what: str
+) -> list[PreferencePair]:
     _check_columns(columns, PAIR_COLUMNS)
-    pairs = [_to_pair(row, columns, system) for row in rows]
+    log = FormatLog(what)
+    pairs = [_to_pair(row, columns, system, log) for row in rows]
     if not pairs:
         raise DataError("the source has no rows: there is nothing to train on")
+    log.write()
     return pairs
 
 
-def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None) -> PreferencePair:
-    """Make a pair of a row; without a prompt, both sides are whole conversations, given as messages."""
+def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None, log: FormatLog) -> PreferencePair:
+    """Make a pair of a row. Without a prompt both sides are whole conversations, given as messages; so are sides that
+    begin with the messages of the prompt."""
     prompt = pick(row, columns, "prompt")
+    if prompt is None:
+        prompt = next((name for name in PROMPTS if isinstance(row.columns.get(name), str)), None)
     start = () if prompt is None else parse_prompt(row.columns[prompt], row.place)
     sides = [
         with_system((*start, *_after(start, _side(row, columns, name))), system) for name in ("chosen", "rejected")
     ]
+    log.add(
+        "pairs of chosen and rejected" + ("" if prompt is None else " replies"),
+        row,
+        (prompt, *(pick(row, columns, name) for name in ("chosen", "rejected", "margin"))),
+    )
     for messages in sides:
         first = next((message for message in messages if message.role != "system"), None)
         if first is None or first.role == "assistant":

@@ -1,4 +1,4 @@
-"""Read rows from JSONL, Parquet, a saved Hugging Face dataset, reasoning-gym or a user's Python function.
+"""Read rows from JSONL, Parquet, a Hugging Face dataset, reasoning-gym or a user's Python function.
 
 A row is a dict of JSON-like columns, with its place (file and line) for error messages. `task_rows.py`,
 `conversations.py` and `preferences.py` decide what the columns mean.
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, assert_never
 
 from headrace.errors import ConfigError, DataError, boundary
+from headrace.storage.hub import HubName, hub_name, load_hub_dataset
 from headrace.user_code import load_function
 
 MAX_ROWS = 5_000_000  # an endless generator ends here, with an error
@@ -22,8 +23,11 @@ class DataSource:
     """Says where rows come from; which fields count depends on the type."""
 
     # "dataset" is a folder of `datasets.save_to_disk`, "python" a function that returns rows; "task" has no rows
-    type: Literal["jsonl", "parquet", "dataset", "reasoning_gym", "python", "task"]
-    path: str | None = None  # jsonl, parquet, dataset: the file or folder; python: "file.py:function"
+    type: Literal["jsonl", "parquet", "hub", "dataset", "reasoning_gym", "python", "task"]
+    # jsonl, parquet, dataset: the file or folder; hub: "owner/name[@revision]"; python: "file.py:function"
+    path: str | None = None
+    subset: str | None = None  # hub: which configuration of the dataset; None: the only one
+    split: str | None = None  # hub: which split; None: the only one
     name: str | None = None  # reasoning_gym: which dataset
     size: int = 1000  # reasoning_gym: how many rows are made
     seed: int = 0  # reasoning_gym: of the rows
@@ -49,6 +53,9 @@ def read_rows(source: DataSource, *, base: Path | None = None) -> Iterator[DataR
         case "parquet":
             _refuse_options(source)
             return _read_parquet(_path(source, base))
+        case "hub":
+            _refuse_options(source)
+            return _read_hub(source, base)
         case "dataset":
             return _read_dataset(source, _path(source, base))
         case "reasoning_gym":
@@ -114,6 +121,22 @@ def _read_parquet(path: Path) -> Iterator[DataRow]:
                 for columns in batch.to_pylist():
                     number += 1
                     yield DataRow(place=f"{file}, row {number}", columns=_json_like(columns))
+
+
+def _read_hub(source: DataSource, base: Path | None) -> Iterator[DataRow]:
+    """Read a split of a dataset of the hub; a folder of that name on this machine wins."""
+    if source.path is None:
+        raise ConfigError('a source of type = "hub" needs a path, "openai/gsm8k" for example')
+    local = (base or Path()) / Path(source.path).expanduser()
+    name = HubName(repo=str(local)) if local.exists() else hub_name(source.path, "dataset")
+    if name is None:
+        raise ConfigError(
+            f'{source.path} is no name of a dataset of the hub: write "owner/name" or "owner/name@revision"'
+        )
+    place = ", ".join(part for part in (source.path, source.subset, source.split) if part)
+    with boundary(DataError, f"{place} cannot be read"):
+        for number, columns in enumerate(load_hub_dataset(name, subset=source.subset, split=source.split), start=1):
+            yield DataRow(place=f"{place}, row {number}", columns=_json_like(columns))
 
 
 def _read_dataset(source: DataSource, path: Path) -> Iterator[DataRow]:

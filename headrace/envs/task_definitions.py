@@ -17,8 +17,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.config import find_path
+from headrace.data.row_formats import parse_prompt
 from headrace.data.rows import rows_of
-from headrace.data.task_rows import parse_prompt
 from headrace.envs import ENVIRONMENTS, environment_tasks
 from headrace.envs.resources import EXECUTE_SQL, PythonState, Resource, ResourceEnv, SqliteState, Tool, module_tools
 from headrace.envs.single_turn import SingleTurnEnv

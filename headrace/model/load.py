@@ -38,6 +38,7 @@ from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.quantized import Quantization, choose_quantizer, package_config, quantize_model
 from headrace.model.supported import check_supported
 from headrace.names import SMOLLM2, SMOLLM2_INSTALL
+from headrace.storage.hub import hub_name, model_files
 
 logger = logging.getLogger(__name__)
 
@@ -110,11 +111,12 @@ def load_model(
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
 ) -> LanguageModel:
-    """Load a model from a Hugging Face folder (safetensors only), or by the name "smollm2-135m".
+    """Load a model from a Hugging Face folder (safetensors only), or by its name: "smollm2-135m", "owner/name" of the
+    hub.
 
     Raises ModelError when it cannot be loaded. With `quantization` the model can score but not train.
     """
-    folder = model_folder(str(path))
+    folder = model_folder(str(path), code=trust_remote_code)
     check_model_folder(folder, trust_remote_code=trust_remote_code)
     with MODEL_CONSTRUCTION, boundary(ModelError, f"the model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -157,9 +159,15 @@ def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
     return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
 
 
-def model_folder(path: str) -> Path:
-    """Return the Hugging Face folder of a path or of "smollm2-135m". Raises ModelError when it has no model."""
+def model_folder(path: str, *, weights: bool = True, code: bool = False) -> Path:
+    """Return the Hugging Face folder of a path, of "smollm2-135m", or of a model on the hub, which is fetched first.
+
+    A folder of this machine wins over the hub. Without `weights`, or without `code` (of a model's own), these are not
+    fetched. Raises ModelError when there is no model.
+    """
     folder = smollm2_folder() if path == SMOLLM2 else Path(path)
+    if not folder.exists() and (name := hub_name(path)) is not None:
+        folder = model_files(name, weights=weights, code=code)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):

@@ -104,15 +104,20 @@ def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def save_adapter(model: nn.Module, folder: Path, *, base_model: str, slot: int = 0) -> None:
-    """Write one adapter as `peft` reads it: adapter_config.json and adapter_model.safetensors."""
+def save_adapter(model: nn.Module, folder: Path, *, base_model: str, revision: str = "", slot: int = 0) -> None:
+    """Write one adapter as `peft` reads it: adapter_config.json and adapter_model.safetensors.
+
+    `revision` is that of a base model on the hub.
+    """
     layers = dict(lora_layers(model))
     assert layers, "this model has no LoRA layers"
     pairs = {name: (layer.down[slot], layer.up[slot]) for name, layer in layers.items()}
-    write_adapter(folder, pairs, scale=next(iter(layers.values())).scale, base_model=base_model)
+    write_adapter(folder, pairs, scale=next(iter(layers.values())).scale, base_model=base_model, revision=revision)
 
 
-def write_adapter(folder: Path, layers: Mapping[str, tuple[Tensor, Tensor]], *, scale: float, base_model: str) -> None:
+def write_adapter(
+    folder: Path, layers: Mapping[str, tuple[Tensor, Tensor]], *, scale: float, base_model: str, revision: str = ""
+) -> None:
     """Write the matrices A and B of each layer as `peft` reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = next(iter(layers.values()))[0].shape[0]
@@ -125,6 +130,7 @@ def write_adapter(folder: Path, layers: Mapping[str, tuple[Tensor, Tensor]], *, 
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
+        **({"revision": revision} if revision else {}),
         "r": rank,
         "lora_alpha": scale * rank,
         "lora_dropout": 0.0,

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from headrace.errors import ModelError, boundary
 from headrace.model.compute_thread import MODEL_CONSTRUCTION
 from headrace.model.folder_check import check_model_folder
-from headrace.model.load import LanguageModel, load_model, own_storage, prepare
+from headrace.model.load import LanguageModel, load_model, model_folder, own_storage, prepare
 from headrace.model.supported import check_supported
+from headrace.storage.hub import hub_name
 
 
 def load_scalar_model(
@@ -26,6 +27,8 @@ def load_scalar_model(
 ) -> LanguageModel:
     """Load a saved scalar model, or a causal model with its output head replaced by a scalar one of zeros."""
     folder = Path(path)
+    if not folder.exists() and hub_name(path) is not None:
+        folder = model_folder(path, code=trust_remote_code)
     if not is_scalar_folder(folder):
         return with_scalar_head(
             load_model(path, device=device, dtype=dtype, trust_remote_code=trust_remote_code),

@@ -37,11 +37,21 @@ class Machine:
 
 
 def explain(
-    config: Config, *, file: str, shape: ModelDims, placement: Placement, planned: MemoryPlan, machine: Machine
+    config: Config,
+    *,
+    file: str,
+    shape: ModelDims,
+    placement: Placement,
+    planned: MemoryPlan,
+    machine: Machine,
+    download: str | None = None,
 ) -> str:
-    """Print the resolved configuration as TOML, then what it will do, section by section."""
+    """Print the resolved configuration as TOML, then what it will do, section by section.
+
+    `download` says how much of the model the run has to fetch.
+    """
     sections = {
-        "Model": _model(config, shape, planned),
+        "Model": [*_model(config, shape, planned), *([] if download is None else [download])],
         "Device": _device(placement),
         "Stages": _stages(config),
         "Memory, an estimate": _memory(config, planned, machine),

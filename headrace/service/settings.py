@@ -68,7 +68,7 @@ class Listen:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     __pydantic_config__ = ConfigDict(extra="forbid")
-    path: str = "tiny"  # or smollm2-135m, or a Hugging Face folder
+    path: str = "tiny"  # or smollm2-135m, a Hugging Face folder, or owner/name[@revision] of the hub
     name: str = ""  # what clients call the model
     aliases: tuple[str, ...] = ()  # other names that they may use
     tokenizer: str = ""  # what clients load, a hub name or a folder they can see; empty: the model's own folder

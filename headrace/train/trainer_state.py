@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace.errors import BackendError
 from headrace.model.load import LanguageModel, fingerprint, read_weights
 from headrace.model.lora import LoraLinear, lora_layers, merged_state_dict, save_adapter
+from headrace.storage.hub import HubName, hub_name
 from headrace.train.optimizer import HALF, MasterAdamW
 
 OPTIMIZER_FILE, ADAPTER_FILE, STATE_FILE = "optimizer.safetensors", "lora.safetensors", "trainer.json"
@@ -62,8 +63,8 @@ def save_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW, *, num
     remove_saved(folder)
     has_lora = _has_lora(lm)
     if has_lora:
-        # without the base model's folder, whose name may depend on a clock
-        save_adapter(lm.model, folder / "adapter", base_model=Path(lm.source).name)
+        base = base_name(lm.source)
+        save_adapter(lm.model, folder / "adapter", base_model=base.repo, revision=base.revision)
         trained = {name: value.detach().clone() for name, value in optimizer.parameters.items()}
         save_file(trained, folder / ADAPTER_FILE)
         _save_merged(lm, folder)
@@ -75,6 +76,13 @@ def save_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW, *, num
     save_file(optimizer.state_dict() or {"empty": torch.zeros(1)}, folder / OPTIMIZER_FILE)
     state = {"num_updates": num_updates, "lora": has_lora, "frozen": _frozen_fingerprint(lm, optimizer)}
     (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
+
+
+def base_name(source: str) -> HubName:
+    """Return what an adapter calls its base model: the name and commit on the hub, else the name of its folder (without
+    the folders above it, whose names may depend on a clock)."""
+    name = None if Path(source).exists() else hub_name(source)
+    return HubName(repo=Path(source).name, revision="") if name is None else name
 
 
 def load_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW) -> TrainedState:

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Literal
 
 from headrace.config import Config, RlConfig, absolute_paths, check, load_config
-from headrace.config.paths import remote_name, split_sum
+from headrace.config.paths import find_path, remote_name, split_sum
 from headrace.errors import ConfigError, ModelError, boundary
-from headrace.names import NAMED_MODELS
+from headrace.names import NAMED_MODELS, SMOLLM2
+from headrace.storage.hub import hub_name, model_description
 
 
 def load_checked(file: Path, overrides: list[str], *, command: Literal["train", "eval", "demonstrate"]) -> Config:
@@ -27,21 +28,40 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     base = file.absolute().parent
     config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(task_defaults, base=base))
     config = follow_move(config, base)
-    check(config, file=str(file), base=base, command=command)
+    hub_model = _described_by_hub(config, file=str(file), base=base)
+    check(config, file=str(file), base=base, command=command, hub_model=hub_model)
     if config.rl is not None:
         _check_parameters(config.rl, file=str(file))
     config = absolute_paths(config, base=base)
     if config.model.service is None:
-        _check_model_type(config.model.path)
+        _check_model_type(config.model.path, hub_model)
     return config
+
+
+def _described_by_hub(config: Config, *, file: str, base: Path) -> Path | None:
+    """Return a folder with the config.json of a model on the hub; None if the model is not there, but on this machine.
+
+    Nothing larger is fetched. Raises ConfigError if the hub does not have it, or cannot be reached.
+    """
+    path = config.model.path
+    name = hub_name(path)
+    if name is None or config.model.service is not None or find_path(path, base) is not None:
+        return None
+    try:
+        return model_description(name)
+    except ModelError as exc:
+        raise ConfigError(f"{file}: 'model.path' is \"{path}\", which is no folder here, and {exc}") from exc
 
 
 def model_override(policy: str) -> str:
     """Return the override that has this model play; raises ConfigError when there is no such model."""
-    local = policy not in NAMED_MODELS and remote_name(policy) is None
-    if policy == "tiny" or (local and not Path(policy).is_dir()):
+    local = policy not in NAMED_MODELS and remote_name(policy) is None and Path(policy).is_dir()
+    elsewhere = policy == SMOLLM2 or remote_name(policy) is not None or hub_name(policy) is not None
+    if not (local or elsewhere):
         problem = "tiny is made anew for every run" if policy == "tiny" else f"there is no folder {policy}"
-        raise ConfigError(f"{problem}: give a checkpoint, a Hugging Face folder, smollm2-135m or openai:NAME")
+        raise ConfigError(
+            f"{problem}: give a checkpoint, a Hugging Face folder, owner/name of the hub, smollm2-135m or openai:NAME"
+        )
     path = str(Path(policy).absolute()) if local else policy
     return f"model.path={json.dumps(path, ensure_ascii=False)}"
 
@@ -69,11 +89,12 @@ def _check_parameters(rl: RlConfig, *, file: str) -> None:
         raise ConfigError(f"{file}: {place}{exc}") from exc
 
 
-def _check_model_type(path: str) -> None:
+def _check_model_type(path: str, hub_model: Path | None) -> None:
     """Raise ModelError for a model folder whose config.json describes a kind that is not supported."""
     from headrace.model.supported import check_supported
 
     if path not in NAMED_MODELS and remote_name(path) is None:
-        with boundary(ModelError, f"{Path(path) / 'config.json'} cannot be read"):
-            described = SimpleNamespace(**json.loads((Path(path) / "config.json").read_text(encoding="utf-8")))
+        file = (hub_model or Path(path)) / "config.json"
+        with boundary(ModelError, f"{file} cannot be read"):
+            described = SimpleNamespace(**json.loads(file.read_text(encoding="utf-8")))
         check_supported(described)

@@ -26,6 +26,7 @@ from headrace.envs.task_definitions import read_definition
 from headrace.errors import ConfigError, HeadraceError, RunFolderError, StorageError, boundary
 from headrace.observe.json_lines import write_whole
 from headrace.observe.run_folder import RunFolder
+from headrace.storage.hub import HubCommit
 from headrace.storage.whole_folder import sha256_of
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class InputRecord:
     run_folder: str  # where the run was started; it may have been moved since
     keys: dict[str, KeyFiles]
     accepted: list[AcceptedChange] = field(default_factory=list)
+    hub: dict[str, HubCommit] = field(default_factory=dict)  # of names of the Hugging Face hub, by key
 
 
 _RECORD = TypeAdapter(InputRecord)
@@ -93,11 +95,14 @@ def read_record(folder: RunFolder) -> InputRecord | None:
         return _RECORD.validate_json(folder.inputs.read_bytes())
 
 
-def record_inputs(config: Config, folder: RunFolder) -> None:
-    """Write the digests of all files that a new run reads. Of unchanged files, those of earlier runs are used again."""
+def record_inputs(config: Config, folder: RunFolder, hub: Mapping[str, HubCommit] | None = None) -> None:
+    """Write the digests of all files that a new run reads. Of unchanged files, those of earlier runs are used again.
+
+    `hub` has the commits of what is read from the Hugging Face hub.
+    """
     earlier = _digests_of_runs(folder.path.parent)
     keys = _find_files(config, folder, lambda key, name, path: earlier.get(str(path)))
-    _write(folder, InputRecord(run_folder=str(folder.path.resolve()), keys=keys))
+    _write(folder, InputRecord(run_folder=str(folder.path.resolve()), keys=keys, hub=dict(hub or {})))
 
 
 def check_inputs(config: Config, folder: RunFolder, *, reads: Callable[[str], bool], accept_changes: bool) -> None:

@@ -24,6 +24,7 @@ from headrace.wiring.build.data import (
     tasks_of,
     training_conversations,
     training_tasks,
+    warn_of_cuts,
 )
 from headrace.wiring.build.loss import make_correction, make_keys, make_loss
 from headrace.wiring.build.rewards import check_reward_data, check_rewards
@@ -60,8 +61,8 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
     functions = None if rl_config is None else _load_functions(rl_config)
     pairs = None if pairs_config is None else _load_pairs(pairs_config)
     held_out = tasks_of(config.eval.source)[: config.eval.tasks] if evaluates and config.eval.source is not None else ()
-    renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
     rl = None
+    renderer = Renderer(tokens.tokenizer, tokens.eos_tokens, config.model.template_options)
     if rl_config is not None and functions is not None:
         rl = RlInputs(functions=functions, tasks=training_tasks(rl_config, renderer, held_out))
         check_reward_data(rl_config, (*rl.tasks, *held_out))
@@ -70,6 +71,9 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
         if waits and not evaluated:  # else the evaluation of an earlier stage checks them
             check_rewards(rl_config)
     sft = None if sft_config is None else _load_conversations(sft_config, held_out)
+    if sft is not None and sft_config is not None:
+        loaded = [conversation for conversations, _ in sft.sources for conversation in conversations]
+        warn_of_cuts(loaded, renderer, sft_config.max_tokens)
     dpo = None if dpo_config is None else _load_preferences(dpo_config, renderer)
     distill = None if distill_config is None else _load_taught_tasks(distill_config, renderer, held_out)
     return RunInputs(sft=sft, distill=distill, dpo=dpo, reward_model=pairs, rl=rl, held_out_tasks=held_out)

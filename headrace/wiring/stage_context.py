@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from headrace.observe.sinks.tensorboard import TensorBoardSink, tensorboard_inst
 from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
+from headrace.storage.hub import HubCommit
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.train.fsdp.ranks import Ranks
 from headrace.watchdog import watching_thread
@@ -64,6 +65,7 @@ class RunContext:
     stop: asyncio.Event  # set when the run is to end after a checkpoint
     threads: int | None  # of arithmetic, for the compute thread; None: as many as torch has
     ranks: Ranks | None = None  # that train together, if there are several
+    hub: Mapping[str, HubCommit] = field(default_factory=dict)  # commits of what was read from the hub, by key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ class StageContext:
                 "metrics_records": self.jsonl.records,
                 "skips_in_a_row": self.updater.skips_in_a_row,
                 "figures": dict(self.figures),
+                **({"hub": {key: commit.pinned for key, commit in self.run.hub.items()}} if self.run.hub else {}),
                 **parts(),
             }
 

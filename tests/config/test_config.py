@@ -137,7 +137,10 @@ def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -
         ("[rl]\ntasks.type = 'env'", "'rl.steps' is missing; write a whole number above 0"),
         ("[sft]\nsteps = 1\nsources = 3", "'sft.sources' must be a list of tables, but it is 3"),
         ("[sft]\nsteps = 1\nsources = [3]", "'sft.sources[0]' must be a table, but it is 3"),
-        ("[model.lora]\ntargets = [1]", "'model.lora.targets[0]' must be text in quotes, but it is 1"),
+        (
+            "[model.lora]\ntargets = [1]",
+            "'model.lora.targets' must be a list, each text in quotes, or \"all-linear\", but it is [1]",
+        ),
         (
             "[rl.loss_params]\nclip = 'x'\n[rl.tasks]\ntype = 'env'",
             "'rl.steps' is missing; write a whole number above 0",
@@ -668,6 +671,41 @@ def test_a_function_path_must_name_a_function_that_is_there(tmp_path: Path) -> N
     assert problem(RL, tmp_path, "rl.program=mine") == '\'rl.program\' is "mine": write it as "file.py:function"'
 
 
+def test_a_dataset_of_the_hub_is_named_by_owner_and_name(tmp_path: Path) -> None:
+    hub = ("rl.tasks.type=hub", "rl.tasks.path=openai/gsm8k", "rl.rewards=[{fn='exact_match'}]", "model.path=m")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    run_check(RL, tmp_path, *hub, "rl.tasks.subset=main", "rl.tasks.split=train")
+    assert 'write "owner/name"' in problem(RL, tmp_path, *hub, "rl.tasks.path=a/b/c")
+    local = problem(RL, tmp_path, *hub, "rl.tasks.type=jsonl")
+    assert local.endswith('or the current folder; a dataset of the hub has type = "hub"')
+    (tmp_path / "tasks.jsonl").write_text("")
+    split = problem(RL, tmp_path, *hub, "rl.tasks.type=jsonl", "rl.tasks.path=tasks.jsonl", "rl.tasks.split=train")
+    assert split == '\'rl.tasks.split\' is for type "hub", but the type is "jsonl": leave it out'
+
+
+def test_a_quantised_base_model_is_refused_by_name() -> None:
+    sentence = loading_error("[model]\nload_in_4bit = true\n")
+    assert "unknown key 'model.load_in_4bit'; a base model in 4 or 8 bits (QLoRA) cannot be trained here" in sentence
+
+
+def test_a_chat_template_is_a_file_that_is_there_or_jinja(tmp_path: Path) -> None:
+    run_check(RL, tmp_path, "model.chat_template='{{ messages[0].content }}'")
+    missing = problem(RL, tmp_path, "model.chat_template=chat.jinja")
+    assert missing.startswith(
+        "'model.chat_template' is \"chat.jinja\", which is no Jinja text, and there is no such file"
+    )
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    run_check(RL, tmp_path, "model.chat_template=chat.jinja")
+
+
+def test_lora_targets_are_names_or_all_linear() -> None:
+    config = load(RL, 'model.lora.targets="all-linear"')
+    assert config.model.lora is not None
+    assert "q_proj" in config.model.lora.layers
+    assert 'a list, each text in quotes, or "all-linear"' in loading_error(RL, "model.lora.targets=5")
+
+
 def test_an_episode_is_played_in_one_way(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def play(): ...\n")
     both = problem(RL, tmp_path, "rl.program=mine.py:play", "rl.generate_fn=mine.py:play")
@@ -677,8 +715,7 @@ def test_an_episode_is_played_in_one_way(tmp_path: Path) -> None:
 def test_a_model_folder_is_looked_at_before_it_is_loaded(tmp_path: Path) -> None:
     assert problem(RL, tmp_path, "model.path=models/a").startswith(
         f"'model.path' is \"models/a\", and there is no such folder in {tmp_path} or the current folder; "
-        'write a Hugging Face folder, "tiny" or "smollm2-135m" (nothing is downloaded; to fetch one:  '
-        "hf download models/a"
+        'write a Hugging Face folder, "owner/name" of the hub, "tiny" or "smollm2-135m"'
     )
     assert problem(RL, tmp_path, "model.path=smollm2").endswith('did you mean "smollm2-135m"?')
     folder = tmp_path / "models" / "a"

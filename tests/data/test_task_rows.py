@@ -62,8 +62,13 @@ def test_a_column_that_is_not_there_lists_those_that_are(kind: str, tmp_path: Pa
     with pytest.raises(DataError, match=r"no column reply .*the columns are question, solution, key, level"):
         load_tasks(wrong, base=tmp_path)
     unmapped = DataSource(type=source.type, path=source.path)
-    with pytest.raises(DataError, match="no column prompt or messages; the columns are question, solution, key, level"):
-        load_tasks(unmapped, base=tmp_path)
+    assert load_tasks(unmapped, base=tmp_path)[0].data["answer"] == "4"  # question and solution are known names
+
+
+def test_columns_of_no_known_format_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"text": "2 + 2 =", "level": 1}\n')
+    with pytest.raises(DataError, match=r"no column prompt or messages, nor .*; the columns are text, level; map one"):
+        load_tasks(DataSource(type="jsonl", path="tasks.jsonl"), base=tmp_path)
 
 
 def test_the_usual_column_names_need_no_mapping_and_ids_default_to_the_place() -> None:
@@ -107,7 +112,7 @@ def test_values_without_a_json_type_become_text() -> None:
 BAD_ROWS: list[tuple[Any, str]] = [
     ({"prompt": 3}, "a prompt must be a text or a list of messages, this is 3"),
     ({"messages": []}, "must be a text or a list of messages"),
-    ({"messages": ["go"]}, "an object with role and content, this is 'go'"),
+    ({"messages": ["go"]}, "an object with role and content .*, this is 'go'"),
     ({"messages": [{"role": "user", "content": 1}]}, "content of a user message must be a text, this is 1"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts"),
     ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "a function with a name"),

@@ -28,7 +28,7 @@ def server_problems(config: Config) -> Iterator[str]:
                 f"'engine.{key}' is of the embedded engine, but 'engine.type' is \"{engine.type}\": leave it out, and "
                 "give the server its own option ('engine.launch.args')"
             )
-    if lora is not None and "lm_head" in lora.targets:
+    if lora is not None and "lm_head" in lora.layers:
         yield "'model.lora.targets' has lm_head, whose adapter inference servers do not load: leave it out"
     if lora is not None and engine.type == "vllm" and lora.rank > LARGEST_VLLM_RANK:
         yield f"'model.lora.rank' is {lora.rank}, and vLLM takes {LARGEST_VLLM_RANK} at most: lower it"

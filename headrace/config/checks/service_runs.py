@@ -61,7 +61,9 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     lora = model.lora or LoraConfig()
     if lora.alpha != ALPHA:
         yield f"'model.lora.alpha' is {lora.alpha:g}, but at a service it is always {ALPHA:g}: leave it out"
-    if service_layers(lora.targets) is None:
+    if lora.rslora:
+        yield "'model.lora.rslora' is true, but a service scales adapters by alpha / rank: leave it out"
+    if service_layers(lora.layers) is None:
         kinds = "; ".join(", ".join(names) for names in LAYERS.values())
         yield f"'model.lora.targets' at a service are whole kinds of layers ({kinds}): name all of a kind or none"
 

@@ -35,6 +35,7 @@ from headrace.train.trainer_state import (
     STATE_FILE,
     VALUE_HEAD,
     VALUE_HEAD_FILE,
+    base_name,
     remove_saved,
     shard_sizes,
 )
@@ -201,11 +202,13 @@ class ModelFolder:
             model.generation_config.save_pretrained(folder)
         if self._layers:
             first = next(iter(self._layers.values()))
+            base = base_name(self._lm.source)
             write_adapter(
                 folder / "adapter",
                 {name: (self._adapters[f"{name}.down"][0], self._adapters[f"{name}.up"][0]) for name in self._layers},
                 scale=first.scale,
-                base_model=Path(self._lm.source).name,  # without the folder, whose name may depend on a clock
+                base_model=base.repo,
+                revision=base.revision,
             )
         beside = self._optimizer.whole.get(VALUE_HEAD)
         value_head = {} if beside is None else {VALUE_HEAD: beside.detach().to("cpu", copy=True)}

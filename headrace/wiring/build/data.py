@@ -1,21 +1,24 @@
 """Load tasks, conversations, pairs and environments from the sources of the configuration."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from headrace.config import DpoConfig, RlConfig, SftConfig, SourceConfig
 from headrace.data.conversations import (
     Conversation,
     ToolConversation,
     load_conversations,
+    messages_of,
     prompt_of,
     with_system_message,
 )
 from headrace.data.preferences import LabelledReply, PreferencePair, load_labelled, load_pairs, unpaired
+from headrace.data.row_formats import with_system
 from headrace.data.rows import DataSource
-from headrace.data.task_rows import load_tasks, with_system
+from headrace.data.task_rows import load_tasks
 from headrace.data.task_source import filter_prompts, find_overlap
 from headrace.envs import (
     ENVIRONMENTS,
@@ -34,6 +37,7 @@ from headrace.types import Message, Task
 from headrace.user_code import load_function
 
 logger = logging.getLogger(__name__)
+MOST_MEASURED = 10_000  # conversations that are rendered before training to count those that are cut
 
 
 def data_source(source: SourceConfig) -> DataSource:
@@ -42,6 +46,8 @@ def data_source(source: SourceConfig) -> DataSource:
     return DataSource(
         type=source.type,
         path=source.path,
+        subset=source.subset,
+        split=source.split,
         name=source.name,
         size=source.size,
         seed=source.seed,
@@ -178,6 +184,30 @@ def training_conversations(
             if shared:
                 logger.warning("%d prompts of sft.held_out are also in sft.sources: their loss says little", shared)
     return [(conversations, source.weight) for source, conversations in zip(c.sources, loaded, strict=True)]
+
+
+def warn_of_cuts(conversations: Sequence[Conversation], renderer: Renderer, max_tokens: int) -> None:
+    """Warn if conversations are longer than `sft.max_tokens`: of many, evenly spaced ones are measured."""
+    measured = conversations[:: max(1, len(conversations) // MOST_MEASURED)]
+    lengths = [
+        max((len(part.tokens) for part in renderer.conversation(messages_of(talk), tools=_offered(talk))), default=0)
+        for talk in measured
+    ]
+    num_cut = sum(length > max_tokens for length in lengths)
+    if num_cut:
+        what = "conversations" if len(measured) == len(conversations) else "measured conversations"
+        logger.warning(
+            "%d of %d %s are longer than sft.max_tokens = %d and are cut at the end; the longest has %d tokens",
+            num_cut,
+            len(measured),
+            what,
+            max_tokens,
+            max(lengths),
+        )
+
+
+def _offered(conversation: Conversation) -> tuple[Mapping[str, Any], ...] | None:
+    return conversation.tools if isinstance(conversation, ToolConversation) else None
 
 
 def answered_by(source: SourceConfig, conversations: Sequence[Conversation]) -> list[Task]:

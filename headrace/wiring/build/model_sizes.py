@@ -16,6 +16,7 @@ from headrace.model.memory import (
     tiny_model_dims,
 )
 from headrace.names import REWARD_MODEL
+from headrace.storage.hub import hub_name, model_description
 
 
 def model_shape(config: Config) -> ModelDims:
@@ -36,8 +37,11 @@ def model_shape(config: Config) -> ModelDims:
 
 
 def folder_shape(path: str) -> ModelDims:
-    """Return the size of a named model or a model folder."""
-    return SMOLLM2_135M if path == "smollm2-135m" else read_model_dims(Path(path))
+    """Return the size of a named model, a model folder or a model of the hub, of which no weights are fetched."""
+    if path == "smollm2-135m":
+        return SMOLLM2_135M
+    name = None if Path(path).exists() else hub_name(path)
+    return read_model_dims(Path(path) if name is None else model_description(name))
 
 
 def tiny_words(config: Config) -> tuple[str, ...]:
@@ -65,7 +69,7 @@ def memory_request(config: Config) -> MemoryRequest:
         kv=_kv_room(config) if sampled else KvBudget(wanted=0, least=0),
         recompute=config.model.recompute,
         lora_rank=0 if lora is None else lora.rank,
-        lora_targets=() if lora is None else tuple(lora.targets),
+        lora_targets=() if lora is None else lora.layers,
         frozen_copies=_frozen_copies(config),
         critic=rl is not None and rl.critic is not None and rl.critic.trunk != "shared",
         graphs=sampled and config.engine.type == "embedded" and config.engine.cuda_graphs is not False,

@@ -1,14 +1,17 @@
 """Load models as [model] says, and build the sampler on them as [engine] says."""
 
 import copy
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from headrace.config import Config, ModelConfig
-from headrace.errors import CheckpointError, StorageError, boundary
+from headrace.config.paths import is_template_text
+from headrace.errors import CheckpointError, ConfigError, StorageError, boundary
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.hf_generate import GenerateSampler
@@ -30,11 +33,14 @@ from headrace.model.tiny import save_tiny
 from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.model.value_head import load_scalar_model
 from headrace.observe.run_folder import RunFolder
+from headrace.render import plain_template
 from headrace.storage import atomic_files, whole_folder
 from headrace.storage.whole_folder import MANIFEST
 from headrace.train.checkpoint import STATE, verify
 from headrace.train.trainer_state import OPTIMIZER_FILE
 from headrace.wiring.build.model_sizes import folder_shape, memory_request, tiny_words
+
+logger = logging.getLogger(__name__)
 
 START = "start"  # the folder of the model "tiny" in a run folder
 
@@ -58,8 +64,9 @@ def load_policy(c: ModelConfig, path: str, *, seed: int) -> LanguageModel:
     """Load a language model, with the adapters of [model.lora]."""
     device = choose_device(c.device)
     lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code)
+    set_template(lm.tokenizer, c)
     if c.lora is not None:
-        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.scaled_alpha, targets=c.lora.layers, seed=seed)
     apply_training_options(lm, c)
     return lm
 
@@ -101,8 +108,9 @@ def load_scalar(c: ModelConfig, path: str, *, seed: int) -> LanguageModel:
     lm = load_scalar_model(
         path, device=device, dtype=choose_dtype(c.dtype, device), trust_remote_code=c.trust_remote_code
     )
+    set_template(lm.tokenizer, c)
     if c.lora is not None:
-        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.alpha, targets=c.lora.targets, seed=seed)
+        add_lora(lm.model, rank=c.lora.rank, alpha=c.lora.scaled_alpha, targets=c.lora.layers, seed=seed)
         lm.model.score.requires_grad_(True)
     apply_training_options(lm, c)
     return lm
@@ -145,7 +153,39 @@ def starting_model(config: Config, folder: RunFolder) -> str:
 
 def load_tokens(c: ModelConfig, path: str) -> TokenizerOnly:
     """Load the tokenizer of a model without its weights."""
-    return load_tokenizer(model_folder(path), trust_remote_code=c.trust_remote_code)
+    folder = model_folder(path, weights=False, code=c.trust_remote_code)
+    tokens = load_tokenizer(folder, trust_remote_code=c.trust_remote_code)
+    if (problem := set_template(tokens.tokenizer, c)) is not None:
+        logger.warning("%s: %s", path, problem)
+    return tokens
+
+
+def set_template(tokenizer: Any, c: ModelConfig) -> str | None:
+    """Give a tokenizer the template of `model.chat_template`, or, if it has none, the plain one, which checkpoints then
+    have too. Returns a sentence that says so if the plain one is used."""
+    if c.chat_template is not None:
+        tokenizer.chat_template = read_template(c.chat_template)
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = plain_template(tokenizer)
+    if tokenizer.chat_template != plain_template_of(tokenizer):
+        return None
+    return (
+        "there is no chat template, so every message is put on a line of its own and the assistant's ends with "
+        f"{tokenizer.eos_token!r}; this template is saved with the checkpoints; set 'model.chat_template' for another"
+    )
+
+
+def plain_template_of(tokenizer: Any) -> str | None:
+    """Return the plain template of a tokenizer; None if it has no end-of-sequence token, and so no such template."""
+    return None if tokenizer.eos_token is None else plain_template(tokenizer)
+
+
+def read_template(text: str) -> str:
+    """Return a chat template: Jinja itself, or the contents of the file that is named. Raises ConfigError."""
+    if is_template_text(text):
+        return text
+    with boundary(ConfigError, f"'model.chat_template' is \"{text}\", which is no Jinja text and cannot be read"):
+        return Path(text).read_text(encoding="utf-8")
 
 
 def make_sampler(config: Config, lm: LanguageModel, worker: ComputeThread) -> EmbeddedEngine | GenerateSampler:

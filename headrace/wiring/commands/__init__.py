@@ -3,6 +3,7 @@
 - `train`: run the stages of a configuration.
 - `eval`: play held-out tasks, and write demonstrations.
 - `demo`, `verify`, `explain`, `doctor`, `recredit`: the commands of these names.
+- `export`: copy a checkpoint's model or adapter for other programs, or to the hub.
 - `cluster_plan`: say where the processes of a run would be placed.
 - `serve`, `serve_references`: a training service, and the frozen models of its serve.toml.
 """

@@ -108,7 +108,7 @@ async def _local_player(
     worker = ComputeThread()
     sampler = make_sampler(config, lm, worker)
     try:
-        renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
+        renderer = Renderer(lm.tokenizer, lm.eos_tokens, config.model.template_options)
         programs = AgentEndpoint(renderer)
         try:
             yield eval_player(config, sampler, renderer, terms, programs, make_env=make_env)

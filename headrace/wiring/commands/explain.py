@@ -6,6 +6,7 @@ from headrace.config import Config
 from headrace.model.memory import choose_placement, plan_memory
 from headrace.observe.explain_text import Machine, explain, explain_served
 from headrace.observe.machine import machine_facts
+from headrace.storage.hub import cache_folder, hub_name, missing_bytes
 from headrace.wiring.build.model_sizes import memory_request, model_shape
 
 
@@ -22,7 +23,28 @@ def explain_config(config: Config, *, file: str) -> str:
     machine = Machine(memory_bytes=memory, disk_free_bytes=facts["disk"]["free_bytes"])
     shape = model_shape(config)
     planned = plan_memory(memory_request(config), shape, placement, gpu_bytes=memory)
-    return explain(config, file=file, shape=shape, placement=placement, planned=planned, machine=machine)
+    return explain(
+        config,
+        file=file,
+        shape=shape,
+        placement=placement,
+        planned=planned,
+        machine=machine,
+        download=_download(config.model.path),
+    )
+
+
+def _download(path: str) -> str | None:
+    """Say how much of a model on the hub is not in the cache yet; None for a model on this machine."""
+    name = None if Path(path).exists() else hub_name(path)
+    if name is None:
+        return None
+    missing = missing_bytes(name)
+    if missing is None:
+        return "from the Hugging Face hub, which cannot be asked now what a run would download"
+    if missing == 0:
+        return f"from the Hugging Face hub; all of it is in {cache_folder()}"
+    return f"from the Hugging Face hub; a run first downloads {missing / 1e9:.2f} GB into {cache_folder()}"
 
 
 def _existing(folder: Path) -> Path:

@@ -36,6 +36,7 @@ from headrace.service.store.ownership import MARKER, SET_ASIDE, claim
 from headrace.service.telemetry import Telemetry
 from headrace.storage import atomic_files
 from headrace.storage.folder_lock import LOCK, hold_folder
+from headrace.storage.hub import hub_name
 from headrace.wiring.build.models import fuse_cuda_layers
 from headrace.wiring.build.sinks import MetricOutputs, model_sink
 from headrace.wiring.commands.serve_references import make_rewards, open_references
@@ -85,7 +86,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
             recompute=engine.recompute,
         )
         card = ModelCard(
-            name=config.model.name or f"headrace/{Path(config.model.path).name}",
+            name=config.model.name or _default_name(config.model.path),
             context=lm.context,
             vocabulary=lm.vocabulary,
             aliases=config.model.aliases,
@@ -180,7 +181,7 @@ def _tighten(path: Path) -> bool:
 
 
 def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
-    """Load the base model; return it with the folder of its tokenizer."""
+    """Load the base model; return it with the folder of its tokenizer, or the name on the hub."""
     path = c.path
     if path == "tiny":
         path = str(folder / TINY)
@@ -191,9 +192,17 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     fuse_cuda_layers(lm)
     if Path(path).is_dir():
         return lm, str(Path(path).absolute())
+    if (name := hub_name(path)) is not None:
+        return lm, name.repo
     tokenizer = folder / TOKENIZER
     lm.tokenizer.save_pretrained(tokenizer)
     return lm, str(tokenizer)
+
+
+def _default_name(path: str) -> str:
+    """Return what clients call the model: its name on the hub, or ours and that of its folder."""
+    name = None if Path(path).exists() else hub_name(path)
+    return f"headrace/{Path(path).name}" if name is None else name.repo
 
 
 def _write_tiny(target: Path, *, seed: int) -> None:

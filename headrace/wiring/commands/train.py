@@ -27,11 +27,13 @@ from headrace.observe.report.run_report import write_report
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.jsonl import check_records
 from headrace.storage.folder_lock import FolderLock, hold_folder
+from headrace.storage.hub import HubCommit
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.watchdog import Watchdog
 from headrace.wiring.build.models import load_tokens, starting_model
 from headrace.wiring.build.sinks import MetricOutputs
-from headrace.wiring.input_files import record_inputs
+from headrace.wiring.hub_commits import fetch_models, hub_commits, pin
+from headrace.wiring.input_files import read_record, record_inputs
 from headrace.wiring.preflight import check_resumed_files, preflight
 from headrace.wiring.resume import ResumePlan, StageCheckpoint, check_same_run, plan_resume
 from headrace.wiring.runtime.ranks import find_place, open_ranks
@@ -70,6 +72,10 @@ def train(
         make_deterministic()
     if config.cluster.ranks > 1:
         find_place(config)  # refuses what cannot work
+    record = None if resume is None else read_record(RunFolder.open(resume))
+    commits = hub_commits(config, {} if record is None else record.hub)
+    config = pin(config, commits)
+    fetch_models(config, commits)
     with contextlib.ExitStack() as on_failure:
         if resume is None:
             folder = RunFolder.create(Path(config.run.folder), config.run.name, datetime.now(UTC))
@@ -79,7 +85,10 @@ def train(
             folder.check_access()
             check_same_run(folder, config)
         start = _Start(
-            resumes=resume is not None, accept_changed_files=accept_changed_files, keep_folder=on_failure.pop_all
+            resumes=resume is not None,
+            accept_changed_files=accept_changed_files,
+            keep_folder=on_failure.pop_all,
+            hub=commits,
         )
         with hold_folder(folder.path, wait_s=wait_s) as lock, log_to(folder.log), no_progress_bars():
             if resume is None:
@@ -124,6 +133,7 @@ class _Start:
     resumes: bool
     accept_changed_files: bool
     keep_folder: Callable[[], object]  # called when the stages begin: from then on a failure leaves the run folder
+    hub: Mapping[str, HubCommit]  # the commits of what the run reads from the Hugging Face hub, by key
 
 
 async def _train(
@@ -152,7 +162,7 @@ async def _train(
         if start.resumes:
             check_resumed_files(config, folder, plan, accept_changes=start.accept_changed_files)
         else:
-            record_inputs(config, folder)
+            record_inputs(config, folder, start.hub)
         inputs = preflight(config, plan, tokens)
         with open_ranks(config, threads=threads) as ranks:
             run = RunContext(
@@ -165,6 +175,7 @@ async def _train(
                 stop=stop,
                 threads=threads,
                 ranks=ranks,
+                hub=start.hub,
             )
             start.keep_folder()
             watchdog.begin_ending()

@@ -52,7 +52,7 @@ class LocalRuntime:
         plays = isinstance(stage, RlConfig | DistillConfig)
         longest = stage.max_episode_tokens if plays else stage.max_tokens
         self._longest = min(longest, self.lm.context)
-        self.renderer = Renderer(self.lm.tokenizer, eos_tokens=self.lm.eos_tokens)
+        self.renderer = Renderer(self.lm.tokenizer, self.lm.eos_tokens, config.model.template_options)
         shared = isinstance(stage, RlConfig) and stage.critic is not None and stage.critic.trunk == "shared"
         with ExitStack() as opened:
             self._worker = ComputeThread(threads=threads)

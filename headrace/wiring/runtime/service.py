@@ -26,7 +26,9 @@ from headrace.render import Renderer
 from headrace.service.client import ServiceBackend, ServiceClient, ServiceSampler
 from headrace.service.client.backend import read_pointer
 from headrace.service.client.transport import RequestRefused
+from headrace.storage.hub import hub_name, model_files
 from headrace.train.checkpoint import CheckpointStore
+from headrace.wiring.build.models import set_template
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ def _key(model: ModelConfig) -> str | None:
 def new_model(service: ServiceClient, config: Config) -> ServiceBackend:
     """Create an adapter at the service, as [model.lora] or its defaults say."""
     lora = config.model.lora or LoraConfig()
-    layers = service_layers(lora.targets)
+    layers = service_layers(lora.layers)
     assert layers is not None, "the configuration was checked"
     training = service.create_training(
         rank=lora.rank,
@@ -98,6 +100,8 @@ def tokens_of(model: ModelConfig, backend: ServiceBackend) -> TokenizerOnly:
     """Load the tokenizer in the folder `model.path`, else the one that the service names; raises ConfigError."""
     name = backend.client.info().result().tokenizer
     folder = Path(name) if name is not None and Path(name).is_dir() else None
+    if name is not None and folder is None and (on_hub := hub_name(name)) is not None:
+        folder = model_files(on_hub, weights=False)
     served = None if folder is None else load_tokenizer(folder, trust_remote_code=model.trust_remote_code)
     if model.path in NAMED_MODELS or starting_state(model):
         if served is None:
@@ -105,6 +109,7 @@ def tokens_of(model: ModelConfig, backend: ServiceBackend) -> TokenizerOnly:
                 f"the tokenizer of the model at {model.service} is '{name}', which is no folder here: "
                 "give 'model.path' a folder with the same tokenizer"
             )
+        set_template(served.tokenizer, model)
         return served
     local = load_tokenizer(Path(model.path), trust_remote_code=model.trust_remote_code)
     if served is not None and served.tokenizer.get_vocab() != local.tokenizer.get_vocab():
@@ -112,6 +117,7 @@ def tokens_of(model: ModelConfig, backend: ServiceBackend) -> TokenizerOnly:
             f"the tokenizer in {model.path} is not that of the model at {model.service}, which is in {name}: "
             "leave 'model.path' out"
         )
+    set_template(local.tokenizer, model)
     return local
 
 
@@ -150,7 +156,7 @@ class ServiceRuntime:
             elif start:
                 self.backend.start_from(Path(start)).result()
             tokens = tokens_of(config.model, self.backend)
-            self.renderer = Renderer(tokens.tokenizer, eos_tokens=tokens.eos_tokens)
+            self.renderer = Renderer(tokens.tokenizer, tokens.eos_tokens, config.model.template_options)
             self.sampler = self._sampler() if samples else None
             self._opened = opened.pop_all()
 
