@@ -141,7 +141,7 @@ def missing_bytes(name: HubName) -> int | None:
         if isinstance(exc.__cause__, DryRunError):
             return None
         raise
-    return sum(file.file_size for file in files if file.will_download)
+    return sum(int(file.file_size) for file in files if file.will_download)
 
 
 def load_hub_dataset(name: HubName, *, subset: str | None, split: str | None) -> Any:
@@ -226,7 +226,7 @@ def _fetch(name: HubName, kind: Kind, patterns: Sequence[str], *, shown: bool) -
 def _progress_bars(*, shown: bool) -> Iterator[None]:
     """Show the hub's bars for a download, or hide them; restore the setting afterwards."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     disabled = are_progress_bars_disabled()
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is not None or disabled == (not shown):  # the user's word, or as it is

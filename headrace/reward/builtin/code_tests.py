@@ -129,7 +129,9 @@ def _cases(value: Any, entry: str) -> list[CodeCase]:
         called = f"\ncheck({entry})" if entry and re.search(r"^def check\(", value, re.MULTILINE) else ""
         return [CodeCase(test=value + called)] if value.strip() else []
     if isinstance(value, Mapping):
-        inputs, outputs, name = value.get("inputs"), value.get("outputs"), value.get("fn_name")
+        inputs: Any = value.get("inputs")
+        outputs: Any = value.get("outputs")
+        name = value.get("fn_name")
         if not _is_list(inputs) or not _is_list(outputs) or len(inputs) != len(outputs):
             return _cases([value], entry) if "output" in value else []
         pairs = zip(inputs, outputs, strict=True)
