@@ -20,6 +20,7 @@ _MAX_CHAIN = 16  # exceptions that others were raised from
 _NETWORK = (errno.EPERM, errno.EACCES, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.ENETDOWN)
 _HIDDEN = (errno.ENOENT, errno.EACCES, errno.EPERM)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_UNPRINTABLE = "<exception str() failed>"
 _PLACED = re.compile(r"^(.*?\S+, line \d+: \w+)(?=:|$)", re.DOTALL)
 TRUST = 'set rl.reward_runner.type = "inprocess" if you trust the function'
 
@@ -30,6 +31,8 @@ def describe(error: BaseException) -> dict[str, str]:
     if isinstance(error, MemoryError):
         return {"text": type(error).__name__}
     message = str(TracebackException(type(error), error, None, lookup_lines=False))  # as str(error), or why not
+    if message == _UNPRINTABLE:
+        message = "(its message cannot be shown)"
     where = "" if isinstance(error, SyntaxError) else _place(error)
     text = f"{where}{type(error).__name__}: {message}"[:MESSAGE_CHARS]
     return {"text": text, **_forbidden(error)}

@@ -838,7 +838,9 @@ def test_the_documented_examples_load() -> None:
 def test_meanings_are_the_comments_beside_the_fields() -> None:
     meanings = field_comments()
     assert meanings["RlConfig", "group_size"] == "episodes of one task"
-    assert meanings["LoraConfig", "targets"] == "names of the linear layers that get an adapter"  # on the line above
+    assert meanings["LoraConfig", "targets"] == (  # on the line above
+        'names of the linear layers that get an adapter; "all-linear": all but the output head'
+    )
 
 
 WORDS = st.text(st.characters(codec="utf-8"))

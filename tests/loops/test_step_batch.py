@@ -96,6 +96,9 @@ def test_an_objective_that_cannot_be_provided_is_refused_with_all_missing_names(
     assert missing("value") == "loss 'value' reads a scalar head: a critic has its own table, [rl.critic]"
 
 
+PAIRED = {"dpo", "ipo", "kto", "orpo", "simpo"}  # losses of preferences
+
+
 def test_what_rl_can_provide() -> None:
     able = []
     for name, fn in LOSSES.items():
@@ -104,7 +107,7 @@ def test_what_rl_can_provide() -> None:
         except ConfigError:
             continue
         able.append(name)
-    assert set(LOSSES) - set(able) == {"dpo", "ipo", "bradley_terry", "value", "value_clipped", "shared_value"}
+    assert set(LOSSES) - set(able) == PAIRED | {"bradley_terry", "value", "value_clipped", "shared_value"}
 
 
 def test_a_users_loss_with_an_unknown_array_is_refused_by_its_name() -> None:

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.service.host.fake_host import FakeHost
 from headrace.service.settings import Limits
 from support.paths import ROOT
@@ -25,7 +27,10 @@ def load_bench() -> Any:
     return module
 
 
-def test_at_twice_the_capacity_nothing_is_lost_and_no_tenant_starves(tmp_path: Path) -> None:
+def test_at_twice_the_capacity_nothing_is_lost_and_no_tenant_starves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
     bench = load_bench()
     tally = bench.Tally()
 

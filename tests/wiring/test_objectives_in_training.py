@@ -118,7 +118,8 @@ def records(run: Path, stage: str) -> list[MetricRecord]:
 # --- losses and credit -----------------------------------------------------------------------------------------------
 
 
-NOT_OF_A_POLICY = {"dpo", "ipo", "bradley_terry", "value", "value_clipped", "shared_value"}
+PAIRED = {"dpo", "ipo", "kto", "orpo", "simpo"}  # losses of preferences
+NOT_OF_A_POLICY = PAIRED | {"bradley_terry", "value", "value_clipped", "shared_value"}
 
 
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - NOT_OF_A_POLICY))

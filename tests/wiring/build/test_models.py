@@ -47,6 +47,7 @@ def test_conversations_that_are_cut_are_counted_before_training(caplog: pytest.L
     rows = [{"prompt": "one", "answer": answer} for answer in ("two", "two two two two")]
     talks = conversations_from_rows(rows)
     lengths = [len(renderer.conversation(talk)[0].tokens) for talk in talks]  # type: ignore[arg-type]
+    caplog.clear()  # of the line about the rows
     with caplog.at_level(logging.WARNING):
         warn_of_cuts(talks, renderer, max_tokens=lengths[1])
         assert not caplog.records
