@@ -243,7 +243,7 @@ class Tenants:
     def _come_and_go(self, key: str, number: int) -> None:
         rng = random.Random(1000 * self._round + number)
         while not self._leave.is_set():
-            with ServiceClient(self._url, api_key=key, retry_s=20.0) as service:
+            with ServiceClient(self._url, api_key=key, retry_s=20.0, heartbeat_s=2.0) as service:
                 self._visit(service, rng)
             self._leave.wait(rng.uniform(0.0, 5.0))
 
