@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter
+from safetensors.numpy import load_file, save_file
 
 from headrace.observe.sinks.jsonl import read_metrics, reproducible_bytes
 from headrace.storage import whole_folder
@@ -712,8 +713,8 @@ PREFERENCES = """
 steps = 4
 batch_size = 2
 max_tokens = 240
-sources = [{ type = "env", name = "key_door", size = 5, seed = 5, options = { height = 4, max_turns = 8 } }]
-held_out = { type = "env", name = "key_door", size = 2, seed = 6, options = { height = 4, max_turns = 8 } }
+sources = [{ type = "env", name = "key_door", size = 5, seed = 5, options = { max_turns = 9 } }]
+held_out = { type = "env", name = "key_door", size = 2, seed = 6, options = { max_turns = 9 } }
 [dpo.optimizer]
 learning_rate = 3e-3
 """
@@ -779,7 +780,9 @@ def test_a_resumed_preference_stage_refuses_other_scores_of_its_reference(headra
     assert killed.code == -signal.SIGKILL, killed.said
     file = killed.run / "dpo_reference.safetensors"
     whole = file.read_bytes()
-    file.write_bytes(whole[:-2] + b"zz")
+    tensors = load_file(file)
+    tensors["logprobs"][-1] += 1.0
+    save_file(tensors, file)
     refused = headrace(folder, "train", "run.toml", "--resume", *lora)
     assert refused.code == 1
     assert "are not those that this run was trained with" in refused.said.splitlines()[-1]
