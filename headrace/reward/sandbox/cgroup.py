@@ -41,13 +41,10 @@ class MemoryCgroup:
                     return cgroup
         return None
 
-    def enter(self) -> bool:
-        """Move the calling process into it; processes that it forks later are in it as well."""
-        try:
+    def enter(self) -> None:
+        """Move the calling process into it, if the kernel lets it; processes that it forks later are in it as well."""
+        with suppress(OSError):
             (self.folder / "cgroup.procs").write_text("0")
-        except OSError:
-            return False
-        return True
 
     def limit(self, limit_bytes: int) -> None:
         """Set the limit; swapping does not extend it. Raises OSError if the kernel refuses."""
@@ -57,7 +54,7 @@ class MemoryCgroup:
                 (self.folder / "memory.swap.max").write_text("0")
             return
         memory, with_swap = (self.folder / f"memory.{kind}limit_in_bytes" for kind in ("", "memsw."))
-        with suppress(OSError):  # the larger one first, whichever it is; the second is missing on some machines
+        with suppress(OSError):  # the limit with swap is never the lower one: it goes first up and last down
             with_swap.write_text(str(limit_bytes))
         memory.write_text(str(limit_bytes))
         with suppress(OSError):
