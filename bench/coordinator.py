@@ -28,7 +28,6 @@ over all ways.
 import argparse
 import asyncio
 import cProfile
-import gc
 import importlib.util
 import itertools
 import json
@@ -73,6 +72,7 @@ from headrace.types import (
     float_array,
     int_array,
 )
+from headrace.wiring.stages import rare_collections
 
 REQUIRED_IN_FLIGHT, REQUIRED_GROUPS_PER_S = 10_000, 100.0
 GROUP_SIZE, ETA, WORKERS = 8, 12, 16
@@ -363,8 +363,6 @@ async def measure(way: str, options: argparse.Namespace, folder: Path) -> Figure
     )
     commits = CommitLog(folder / f"{way}.jsonl", records=0)
     buffer = DataBuffer(commits, stage="rl", records=lambda: 0, spill_to=folder / "buffer")
-    gc.collect()
-    gc.freeze()  # as a run does
     before_bytes, levels = resident_bytes(), []
     if way == "messages":  # not before: a run without a cluster has none
         pool.start()
@@ -439,7 +437,7 @@ def main() -> None:
         if way == "messages" and importlib.util.find_spec("ray") is None:
             print("messages  left out: Ray is not installed (pip install 'headrace[ray]')")
             continue
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, rare_collections():  # as in a run
             execute = asyncio.run if way == "real" else run_virtual
             found[way] = execute(measure(way, options, Path(folder)))
         if options.profile:

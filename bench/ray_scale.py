@@ -7,9 +7,10 @@ workers need few cores; what is measured is the coordinator and the way to the w
 Part two: the demo's [rl] on a few steps, in one process and with two rollout workers; trainer and engine are in the
 coordinator's process. The time of the steps is compared, without the start of Ray.
 
-    python bench/ray_scale.py [--workers 1,2,4,8] [--groups 4] [--steps 6] [--skip-run]
+    python bench/ray_scale.py [--workers 1,2,4,8] [--seconds 20] [--steps 8] [--skip-run]
 
-The last line is JSON.
+The last line is JSON and ends with the ratios and their bars: episodes a second of each number of workers against as
+many times those of the fewest (at least 0.9), and how much longer a step of the demo takes (at most 0.15).
 """
 
 import argparse
@@ -20,11 +21,12 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
-from headrace.cluster.runtime import ClusterRoles, open_cluster
+from headrace.cluster.connection import LOCAL, RolePlaces, connected, open_places
+from headrace.cluster.reference_worker import Scorer
+from headrace.cluster.runtime import ROLLOUT, ClusterRoles, open_workers
 from headrace.model.tiny import END_ID, make_tokenizer
 from headrace.observe.sinks.jsonl import read_metrics
 from headrace.protocols import Sampler
@@ -47,6 +49,7 @@ from headrace.types import (
 )
 from headrace.wiring import demo_config, train
 
+DEADLINE_S = 300.0
 TURNS, TOOL_MEAN_S, TOOL_SIGMA = 5, 0.5, 0.6
 GROUP_SIZE, IN_FLIGHT = 8, 64  # episodes
 TOKENIZER = make_tokenizer(("count", "up"))
@@ -117,20 +120,17 @@ class Tasks:
 async def episodes_per_s(workers: int, seconds: float) -> tuple[float, float]:
     """Return episodes a second, and the share of one core that the coordinator used."""
     roles = ClusterRoles(
-        address="local",
-        deadline_s=300.0,
-        rollout_workers=workers,
-        build_player=build_player,
-        reward_workers=0,
-        build_rewards=FakeRewardRunner,
+        deadline_s=DEADLINE_S, build_player=build_player, build_rewards=FakeRewardRunner, build_frozen=_no_model
     )
     in_flight = workers * IN_FLIGHT // GROUP_SIZE  # groups
-    batch = max(1, in_flight // 8)
-    async with open_cluster(roles) as cluster:
+    async with (
+        open_places(LOCAL, {ROLLOUT: RolePlaces(count=workers)}, deadline_s=DEADLINE_S) as places,
+        open_workers(places, roles) as cluster,
+    ):
         sampler = WordSampler()
         executor = build_executor(
             AsyncSettings(max_staleness=1000, max_running=in_flight),
-            batch_groups=batch,
+            batch_groups=max(1, in_flight // 8),
             samplers=[sampler],
             player=build_player(sampler),
             source=Tasks(),
@@ -150,6 +150,24 @@ async def episodes_per_s(workers: int, seconds: float) -> tuple[float, float]:
                     began_s, began_cpu_s = time.perf_counter(), time.process_time()
             passed_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
     return played / passed_s, cpu_s / passed_s
+
+
+def _no_model(folder: str) -> Scorer:
+    raise AssertionError("nothing is scored here")
+
+
+async def measure_rates(counts: Sequence[int], seconds: float) -> dict[int, float]:
+    """Measure each number of workers on one Ray of this machine."""
+    rates: dict[int, float] = {}
+    async with connected(LOCAL, cpus=max(counts), deadline_s=DEADLINE_S):
+        for workers in counts:
+            rates[workers], busy = await episodes_per_s(workers, seconds)
+            print(
+                f"{workers} workers, {workers * IN_FLIGHT} in flight: {rates[workers]:.1f} episodes/s, coordinator "
+                f"{busy:.0%} of a core, {busy / rates[workers] * 1000:.2f} ms an episode",
+                flush=True,
+            )
+    return rates
 
 
 def step_seconds(steps: int, *, workers: int) -> float:
@@ -175,22 +193,17 @@ def main() -> None:
     parser.add_argument("--skip-run", action="store_true", help="measure the workers alone")
     arguments = parser.parse_args()
     result: dict[str, object] = {"cpus": os.cpu_count(), "load_before": os.getloadavg()[0]}
-    rates: dict[int, float] = {}
-    for workers in map(int, arguments.workers.split(",")):
-        rates[workers], busy = asyncio.run(episodes_per_s(workers, arguments.seconds))
-        first = min(rates)
-        ideal = rates[first] / first * workers
-        print(
-            f"{workers} workers, {workers * IN_FLIGHT} in flight: {rates[workers]:.1f} episodes/s, "
-            f"{rates[workers] / ideal:.0%} of linear, coordinator {busy:.0%} of a core"
-        )
+    rates = asyncio.run(measure_rates([int(count) for count in arguments.workers.split(",")], arguments.seconds))
     result["episodes_per_s"] = {str(workers): round(rate, 2) for workers, rate in rates.items()}
+    fewest = min(rates)
+    linear = {str(count): round(rate / count / (rates[fewest] / fewest), 3) for count, rate in rates.items()}
+    ratios: dict[str, object] = {"of_linear": linear, "linear_bar": 0.9}
     if not arguments.skip_run:
-        measure: Callable[..., float] = partial(step_seconds, arguments.steps)
-        alone, with_workers = measure(workers=0), measure(workers=2)
+        alone, with_workers = step_seconds(arguments.steps, workers=0), step_seconds(arguments.steps, workers=2)
         print(f"demo: {alone:.3f} s a step in one process, {with_workers:.3f} s with two rollout workers")
-        result |= {"step_s_alone": alone, "step_s_two_workers": with_workers, "overhead": with_workers / alone - 1}
-    print(json.dumps(result))
+        result |= {"step_s_alone": round(alone, 4), "step_s_two_workers": round(with_workers, 4)}
+        ratios |= {"overhead": round(with_workers / alone - 1, 3), "overhead_bar": 0.15}
+    print(json.dumps(result | ratios))
 
 
 if __name__ == "__main__":

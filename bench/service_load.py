@@ -10,11 +10,11 @@ samples.
   sample, so that two requests of each are open: 2 x clients is what the server takes (`limits.open_requests`).
   `p50_s`, `p99_s`: from the call to the result, all clients always waiting; by kind as well. `fairness`: requests that
   ended for the slowest tenant over those for the quickest, while all of them had work.
-- Then the same number of clients, each with four open requests: `refused` are answers with 429, each of which has to
-  say when to come again. Plain HTTP, because the SDK repeats what was refused and tells its caller neither how often
-  nor which requests were accepted. `fairness` as before. `lost` counts accepted requests without an answer, `twice`
-  requests that ran twice (a model's number of updates is not the number of its steps), `unfinished` what the journal
-  has left over.
+- Then the same number of clients, each with two training requests and two samples open, which is twice as much:
+  `refused` are answers with 429, each of which has to say when to come again. Plain HTTP, because the SDK repeats what
+  was refused and tells its caller neither how often nor which requests were accepted. `fairness` as before. `lost`
+  counts accepted requests without an answer, `twice` requests that ran twice (a model's number of updates is not the
+  number of its steps), `unfinished` what the journal has left over.
 
 The last line is JSON; `ok` is true if fairness is at least 0.5 both times, some requests were refused, all of them with
 a time, and nothing was lost, doubled or left over.
@@ -91,17 +91,17 @@ class WireClient:
         self.sampler = (await self._post("create_sampling_session", sampler))["sampling_session_id"]
 
     async def train(self) -> None:
-        """Send both requests in order, then wait for both."""
+        """Send the two requests of a step in order, then wait for both."""
         results: list[Awaitable[httpx.Response]] = []
-        for kind, seq in (("forward_backward", next(self._seq)), ("optim_step", next(self._seq))):
-            began = time.time()
+        for kind in ("forward_backward", "optim_step"):
+            began, seq = time.time(), next(self._seq)
             body = {"model_id": self.model, "seq_id": seq, "adam_params": {"learning_rate": 1e-4}}
             content = _forward_body(self.model, seq) if kind == "forward_backward" else json.dumps(body).encode()
             id = await self._submit(kind, content)
             results.append(asyncio.ensure_future(self._timed_result(kind, began, id)))
-        *_, step = [await result for result in results]
+        _, updated = [await result for result in results]
         self._steps += 1
-        self._tally.twice += step.json()["metrics"]["num_updates:max"] != self._steps
+        self._tally.twice += updated.json()["metrics"]["num_updates:max"] != self._steps
 
     async def sample(self) -> None:
         number = next(self._samples)
@@ -170,12 +170,18 @@ async def load_over_wire(
     together: bool,
     tally: Tally | None = None,
 ) -> Tally:
-    """Run the clients; with `together` each has its training and its samples open at once."""
+    """Run the clients; with `together` each has its step of training and its samples open at once."""
     tally, tenants = tally or Tally(), list(keys)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_S, limits=limits) as http:
-        owners = [tenants[index % len(tenants)] for index in range(clients)]
-        opened = [WireClient(http, owner, keys[owner], base, tally) for owner in owners]
+    async with contextlib.AsyncExitStack() as stack:
+        opened = []
+        for index in range(clients):  # a pool each: the search for a connection takes longer, the more it has
+            owner, pool = (
+                tenants[index % len(tenants)],
+                httpx.AsyncClient(base_url=url, timeout=ANSWER_S, limits=limits),
+            )
+            http = await stack.enter_async_context(pool)
+            opened.append(WireClient(http, owner, keys[owner], base, tally))
         await asyncio.gather(*(client.open() for client in opened))
 
         async def run(client: WireClient) -> None:

@@ -45,6 +45,7 @@ Modules that all of them may use:
 - `metrics` has metrics that carry their reduction; `names` lists the names that a configuration may use.
 - `storage` writes files and folders that survive crashes, and locks folders.
 - `retry` repeats requests; `user_code` loads a user's functions; `watchdog` tells what has not moved for long.
+- `thread_pool` starts the threads of an event loop; `early_interrupt` ends a process that has begun nothing.
 - `printable` renders foreign text for logs and terminals; `testing` has a public fake for each protocol.
 """
 

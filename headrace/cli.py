@@ -6,6 +6,7 @@ another process works in the run folder (EX_TEMPFAIL: a scheduler may start the 
 Ctrl-C.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -21,12 +22,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace import __version__
+from headrace.early_interrupt import end_at_once
 from headrace.errors import ConfigError, FolderLockedError, HeadraceError, Interrupted
 from headrace.printable import OneLineFormatter, later_lines_indented, visible
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
+    from headrace.observe.comparison.compared import ArmComparison
     from headrace.service.settings import ServeConfig
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_CTRL_C = 1, 2, 75, 130
@@ -55,6 +59,10 @@ def main() -> None:
     """Run a command; print one red sentence and exit with a code for every failure that is not our bug."""
     try:
         app()
+    except SystemExit as exc:
+        if exc.code == EXIT_CTRL_C:  # typer's code of a KeyboardInterrupt
+            typer.echo("headrace: interrupted by Ctrl-C", err=True)
+        raise
     except HeadraceError as exc:
         if os.environ.get("HEADRACE_DEBUG") == "1":
             raise
@@ -71,12 +79,12 @@ def main() -> None:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process without a word while packages are imported, where an exception may be swallowed."""
+    """Let Ctrl-C end the process with a sentence while packages are imported, where an exception may be swallowed."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield  # signals are another's business
         return
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(EXIT_CTRL_C))
+    signal.signal(signal.SIGINT, end_at_once)
     try:
         yield
     finally:
@@ -151,6 +159,10 @@ def train(
             help="Level of log.txt; debug adds every step of every episode and how its advantage is computed."
         ),
     ] = "info",
+    with_dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show the live page of the run while it trains.")
+    ] = False,
+    dashboard_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the live page.")] = 8770,
 ) -> None:
     """Run the stages of a file: [sft], [distill], [dpo], [reward_model], [rl]."""
     if os.environ.get("HEADRACE_DEBUG") != "1":
@@ -173,25 +185,93 @@ def train(
     resumed = run_to_resume(config, run, base=file.absolute().parent) if resume else None
     with ending_at_once():
         run_stages = wiring.train
-    result = run_stages(config, config_text_path=file, resume=resumed, accept_changed_files=accept_changed_files)
+    with contextlib.ExitStack() as beside:
+        if with_dashboard:
+            from headrace.observe.dashboard.server import dashboard_beside
+
+            root = Path(config.run.folder) if resumed is None else resumed.parent
+            beside.enter_context(dashboard_beside(root, host="127.0.0.1", port=dashboard_port, key=None))
+        result = run_stages(config, config_text_path=file, resume=resumed, accept_changed_files=accept_changed_files)
     print(result.text)
 
 
 @app.command(name="eval")
 def evaluate(
-    checkpoint: Player,
+    checkpoints: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="Checkpoints, Hugging Face folders, or openai:NAME, a model at the file's [remote].",
+        ),
+    ],
     file: File,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Number of episodes per task; by default the file's eval.samples.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The new folder of the episodes; by default below evals in run.folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one line of JSON.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Play the held-out tasks of [eval.source] with a checkpoint."""
+    """Play the held-out tasks of [eval.source] with checkpoints.
+
+    Keeps the episodes, prints pass@1, pass@k and maj@k with intervals, and compares further checkpoints with the first.
+    """
     from headrace.wiring.checked_config import load_checked, model_override
 
-    config = load_checked(file, [*(overrides or []), model_override(checkpoint)], command="eval")
-    from headrace import wiring
-
+    changes = [*(overrides or []), *([] if samples is None else [f"eval.samples={samples}"])]
+    configs = [load_checked(file, [*changes, model_override(one)], command="eval") for one in checkpoints]
     with ending_at_once():
-        run_evaluation = wiring.evaluate
-    print(json.dumps(run_evaluation(config)))
+        from headrace.wiring.commands.experiments.eval_checkpoints import checkpoint_labels, evaluate_checkpoints
+    labels = checkpoint_labels(checkpoints)
+    result = evaluate_checkpoints(dict(zip(labels, configs, strict=True)), out=out)
+    if as_json:
+        print(json.dumps(result.figures))
+        return
+    from headrace.observe.comparison.comparison_tables import evaluation_tables
+
+    _print_comparison(result.comparison, evaluation_tables(result.comparison))
+    print(f"Episodes: headrace view {next(iter(result.files.values()))} --group\nPage: {result.page}")
+
+
+@app.command()
+def sweep(
+    file: File,
+    over: Annotated[
+        list[str], typer.Option(metavar="KEY=VALUES", help="A key with values a,b,c or 0..4; may be repeated.")
+    ],
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The sweep's folder; by default run.folder/<run.name>_sweep.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the list of runs and start none.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as one line of JSON.")] = False,
+) -> None:
+    """Run a file with every combination of settings, and compare them.
+
+    The same command again skips finished runs and resumes the others.
+    """
+    from headrace.wiring.commands.experiments.sweep_plan import plan_sweep
+
+    plan = plan_sweep(file, over, overrides or [], out=out)
+    from headrace.wiring.commands.experiments.sweep import describe
+    from headrace.wiring.commands.experiments.sweep import sweep as run_sweep
+
+    if dry_run:
+        print("\n".join(map(visible, describe(plan))))
+        return
+    result = run_sweep(plan)
+    if as_json:
+        print(json.dumps(result.figures))
+    elif result.comparison is not None:
+        from headrace.observe.comparison.comparison_tables import tables
+
+        _print_comparison(result.comparison, tables(result.comparison))
+        print(f"Page: {result.page}")
+    if result.failed:
+        problem = f"{len(result.failed)} of {len(plan.runs)} runs are not finished: {'; '.join(result.failed)}"
+        raise HeadraceError(f"{problem}; the same command tries them again")
 
 
 @app.command()
@@ -259,6 +339,9 @@ def explain(
     file: Annotated[Path | None, typer.Argument(help="The run's TOML file.")] = None,
     overrides: Overrides = None,
     keys: Annotated[bool, typer.Option("--keys", help="Print the table of all keys and exit.")] = False,
+    card_gib: Annotated[
+        float | None, typer.Option("--card-gib", min=1.0, help="Plan for CUDA devices of so much memory.")
+    ] = None,
 ) -> None:
     """Explain what a run would do and its size; loads no weights."""
     if keys:
@@ -273,7 +356,11 @@ def explain(
     config = load_checked(file, overrides or [], command="train")
     from headrace.wiring.commands.explain import explain_config
 
-    print(visible(explain_config(config, file=str(file))), end="")
+    card_bytes = None if card_gib is None else int(card_gib * 2**30)
+    print(visible(explain_config(config, file=str(file), card_bytes=card_bytes)), end="", flush=True)
+    from headrace.wiring.commands.explain_samples import show_samples
+
+    print(show_samples(config, color=sys.stdout.isatty() and "NO_COLOR" not in os.environ), end="")
 
 
 cluster_app = typer.Typer(help="Processes of a run on this machine or others, placed by Ray.", no_args_is_help=True)
@@ -366,11 +453,94 @@ def report(run: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders; each is compared with the first.")],
+    html: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
+    task: Annotated[
+        list[str] | None, typer.Option(help="Show the episodes of this held-out task on the page; may be repeated.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as one line of JSON.")] = False,
+) -> None:
+    """Compare runs: figures, configurations, curves, held-out tasks."""
+    from headrace.observe.comparison.compare_page import write_comparison
+    from headrace.observe.comparison.comparison_tables import as_json as comparison_json
+    from headrace.observe.comparison.comparison_tables import tables
+    from headrace.wiring.commands.experiments.compare_runs import compare_runs
+
+    comparison = compare_runs(runs, tasks=task or ())
+    page = write_comparison(html, " and ".join(arm.label for arm in comparison.arms[:3]), comparison)
+    if as_json:
+        print(json.dumps({"page": str(page), **comparison_json(comparison)}))
+        return
+    _print_comparison(comparison, tables(comparison))
+    print(f"Page: {page}")
+
+
+@app.command()
+def runs(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or folders that have some; by default runs.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per run.")] = False,
+) -> None:
+    """List runs: where each stands, its last figures, how it ended."""
+    from headrace.observe import run_list
+
+    listed = [run_list.describe_run(path) for path in run_list.find_run_folders(folders or [Path("runs")])]
+    if as_json:
+        print(run_list.as_json(listed))
+    else:
+        print(run_list.table(listed) if listed else "there are no runs here")
+
+
+@app.command()
+def dashboard(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or folders that have some; by default runs.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; one beyond this machine needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one.")] = 8770,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key that readers need; better in HEADRACE_DASHBOARD_KEY, where no list of processes has it."
+        ),
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of the index of episodes; it can be removed at any time.")
+    ] = None,
+) -> None:
+    """Show runs on a live page: curves, what each part does, episodes."""
+    from headrace.observe.dashboard.access import KEY_VARIABLE
+    from headrace.observe.dashboard.server import end_with_input, open_dashboard
+    from headrace.reward.builtin.final_answer import final_answer
+
+    key = key if key is not None else os.environ.get(KEY_VARIABLE) or None
+    with open_dashboard(
+        folders or [Path("runs")], host=host, port=port, key=key, cache=cache, final_answer=final_answer
+    ) as (
+        url,
+        server,
+        listening,
+    ):
+        print(f"the dashboard is on {url}{' (with the key)' if key is not None else ''}; Ctrl-C ends it", flush=True)
+        end_with_input(server)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
+
+
+@app.command()
 def view(
     path: Annotated[Path, typer.Argument(help="A rollout file, a rollouts folder or a run folder.")],
     step: Annotated[int | None, typer.Option(help="The training step; by default the latest.")] = None,
     task: Annotated[str | None, typer.Option(help="Show only this task: its id, or the beginning of it.")] = None,
     episode: Annotated[str | None, typer.Option(help="Show this episode step by step.")] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Show episodes with this text: messages, actions, what rewards said of them."
+        ),
+    ] = None,
     group: Annotated[bool, typer.Option("--group", help="Show the episodes of a group side by side.")] = False,
     anchor: Annotated[
         str | None, typer.Option(metavar="KEY", help="Show every action taken in states whose key begins with this.")
@@ -394,6 +564,7 @@ def view(
         step=step,
         task=task,
         episode=episode,
+        search=search,
         group=group,
         anchor=anchor,
         tokens=None if tokens is None else ColorBy(tokens),
@@ -552,6 +723,16 @@ def _weights(texts: list[str]) -> dict[str, float]:
         if not name or not math.isfinite(weights[name]):
             raise ConfigError(f"--weight {text} is not NAME=NUMBER, such as length=0.2")
     return weights
+
+
+def _print_comparison(comparison: "ArmComparison", tables: "list[Table]") -> None:
+    from headrace.observe.comparison.comparison_tables import sentences
+
+    console = _console()
+    for table in tables:
+        console.print(table)
+    for sentence in sentences(comparison):
+        print(visible(sentence))
 
 
 def _console() -> "Console":

@@ -52,6 +52,10 @@ class RolloutError(HeadraceError):
     """No batch can be made: too many failures or rejections in a row."""
 
 
+class NoSignalError(HeadraceError):
+    """All advantages were 0 for many training steps, so the run learned nothing; it has saved a checkpoint and ends."""
+
+
 class CheckpointError(HeadraceError):
     """A checkpoint is missing, truncated, altered, or cannot be written."""
 

@@ -110,7 +110,29 @@ class ExplainedVariance:
         return 1.0 - (self.error.value() / spread) ** 2 if spread > 0 else float("nan")
 
 
-Metric = Sum | Mean | Max | Min | StdDev | EffectiveSampleShare | ExplainedVariance
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """The balance of routers: E x sum over experts of (share of the choices x mean score), averaged over routers.
+
+    It is 1 if all experts get alike. With `idle`, the share of experts that no token chose instead.
+    """
+
+    choices: Any  # [routers, E], how often each expert was chosen
+    scores: Any  # [routers, E], sums over tokens; those of a token add up to 1
+    idle: bool = False
+
+    def merge(self, other: "ExpertLoad") -> "ExpertLoad":
+        return ExpertLoad(self.choices + other.choices, self.scores + other.scores, self.idle)
+
+    def value(self) -> float:
+        if self.idle:
+            return float((self.choices == 0).mean())
+        share = self.choices / self.choices.sum(axis=1, keepdims=True)
+        score = self.scores / self.scores.sum(axis=1, keepdims=True)
+        return float((share * score).sum(axis=1).mean() * self.choices.shape[1])
+
+
+Metric = Sum | Mean | Max | Min | StdDev | EffectiveSampleShare | ExplainedVariance | ExpertLoad
 Metrics = Mapping[str, Metric]
 
 

@@ -6,13 +6,19 @@ reward, filter or environment is added in both places or does not import.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
+from typing import Any
+
+from headrace.errors import ConfigError
 
 # --- credit and loss -------------------------------------------------------------------------------------------------
 
-EPISODE_CREDITS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "opo")
+EPISODE_CREDITS = (
+    "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "opo", "reinforce",
+)  # fmt: skip
 STEP_CREDITS = ("gigpo", "hgpo", "graphgpo", "gagpo")  # compare steps that were taken in the same state
 CRITIC_CREDITS = ("token_gae", "turn_gae")  # ask a critic
-CREDITS = (*EPISODE_CREDITS, *STEP_CREDITS, *CRITIC_CREDITS)  # of `rl.credit`
+BASELINE_CREDITS = ("reinforce",)  # compare with a number and not with other episodes, so a group may have one
+CREDITS = (*EPISODE_CREDITS, *STEP_CREDITS, *CRITIC_CREDITS)  # of `rl.credit`, besides a user's function
 ANCHORS = ("auto", "state", "observation")  # of `rl.anchor`, besides a user's function
 
 # of `rl.loss`, alone or as terms of a sum, besides a user's functions
@@ -20,7 +26,7 @@ LOSSES = (
     "cross_entropy", "distillation", "teacher_kl_reverse", "teacher_kl_forward", "importance_sampling",
     "ppo", "conservative_ppo", "decoupled_ppo", "loglinear_ppo", "m2po", "gspo", "gspo_token", "sequence_ppo",
     "cispo", "aipo", "tis", "mis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis",
-    "sapo", "dro", "discriminative", "dpo", "ipo", "kto", "orpo", "simpo", "bradley_terry",
+    "sapo", "dro", "discriminative", "discriminative_term", "dpo", "ipo", "kto", "orpo", "simpo", "bradley_terry",
     "value", "value_clipped", "shared_value",
     "reference_kl_k1_k2", "reference_kl_k2", "reference_kl_k3", "reference_kl_k3_k2", "reference_kl_weighted",
     "sampler_kl", "entropy_bonus",
@@ -60,6 +66,18 @@ REWARDS = (
     JUDGE,
     REWARD_MODEL,
 )  # of `rl.rewards`, besides a user's functions
+# what else people call rewards -> ours
+REWARDS_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    "gsm8k": ("math", "final_number"),
+    "math_verify": ("math",),
+    "accuracy": ("math", "exact_match"),
+    "multiple_choice": ("choice",),
+    "code_tests": ("code",),
+    "unit_tests": ("code",),
+    "json": ("json_schema",),
+    "llm_judge": ("judge",),
+    "ruler": ("judge",),
+}
 REWARD_SUMMARIES = ("mean", "min", "max")  # metrics reward/<name> of the sum, so no reward may be called that
 
 BUILTIN_ENVS = ("key_door", "add", "frozen_lake", "sokoban", "calculator", "guess_number")
@@ -80,6 +98,100 @@ SMOLLM2_CONTEXT, SMOLLM2_WIDTH = 8192, 576
 
 ROW_ALIGN = 8  # the engine decodes a multiple of this many sequences, so it has at least as many slots
 KV_ROUND = 64  # cached lengths are read in multiples of this
+
+# what other models call the layers that Llama calls q_proj, ...: the ends of their full names
+JOINED_LAYERS: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "attn.c_attn": ("q_proj", "k_proj", "v_proj"),
+    "attn.c_proj": ("o_proj",),
+    "mlp.c_fc": ("gate_proj", "up_proj"),  # there is no gate
+    "mlp.c_proj": ("down_proj",),
+    "self_attn.out_proj": ("o_proj",),
+    "feed_forward.w1": ("gate_proj",),
+    "feed_forward.w3": ("up_proj",),
+    "feed_forward.w2": ("down_proj",),
+    "q_a_proj": ("q_proj",),  # of DeepSeek, down to a latent state and up again
+    "q_b_proj": ("q_proj",),
+    "kv_a_proj_with_mqa": ("k_proj", "v_proj"),
+    "kv_b_proj": ("k_proj", "v_proj"),
+}
+# layers of hybrid models that do for a state what the named ones do for keys and values, beside them
+STATE_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
+    "linear_attn.in_proj_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_attn.in_proj_qkvz": ("q_proj", "k_proj", "v_proj"),
+    "linear_attn.in_proj_z": ("q_proj", "k_proj", "v_proj"),
+    "linear_attn.in_proj_ba": ("q_proj", "k_proj", "v_proj"),
+    "linear_attn.in_proj_b": ("q_proj", "k_proj", "v_proj"),
+    "linear_attn.in_proj_a": ("q_proj", "k_proj", "v_proj"),
+    "linear_attn.out_proj": ("o_proj",),
+    "conv.in_proj": ("q_proj", "k_proj", "v_proj"),
+    "conv.out_proj": ("o_proj",),
+}
+
+
+def adapted_layers(names: Sequence[str], targets: Sequence[str]) -> tuple[str, ...]:
+    """Choose the linear layers that targets name by their last name, or by the name of Llama's layers of their kind.
+
+    Raises ConfigError when a layer is one of several in one product and the targets leave out the others.
+
+    >>> adapted_layers(["0.attn.qkv_proj", "0.mlp.gate_up_proj", "lm_head"], ("q_proj", "k_proj", "v_proj", "o_proj"))
+    ('0.attn.qkv_proj',)
+    """
+    leaves = {name.rpartition(".")[2] for name in names}
+    wanted = [target for target in targets if target not in leaves]
+    chosen = []
+    for name in names:
+        if name.rpartition(".")[2] in targets:
+            chosen.append(name)
+            continue
+        ends = [parts for end, parts in STATE_PROJECTIONS.items() if f".{name}".endswith(f".{end}")]
+        if any(set(parts) <= set(targets) for parts in ends):
+            chosen.append(name)
+            continue
+        for end, parts in JOINED_LAYERS.items():
+            if not f".{name}".endswith(f".{end}") or not set(parts) & set(wanted):
+                continue
+            if missing := [part for part in parts if part not in wanted]:
+                raise ConfigError(
+                    f"this model has {', '.join(parts)} in one layer, {end.rpartition('.')[2]}: name {missing[0]} "
+                    "among the targets of adapters too, or none of them"
+                )
+            chosen.append(name)
+    return tuple(chosen)
+
+
+# multimodal types whose text half is loaded alone, and the type of that half
+TEXT_HALVES: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+
+
+def text_description(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a parsed config.json that describes the model that is loaded.
+
+    >>> text_description({"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": {"hidden_size": 64}})
+    {'hidden_size': 64, 'model_type': 'qwen3_5_text', 'tie_word_embeddings': True}
+    """
+    half, kind = config.get("text_config"), TEXT_HALVES.get(str(config.get("model_type")))
+    if kind is None or not isinstance(half, Mapping):
+        return config
+    tied = bool(config.get("tie_word_embeddings") or half.get("tie_word_embeddings"))
+    return {**half, "model_type": kind, "tie_word_embeddings": tied}
+
+
+def described_context(config: Mapping[str, Any]) -> int | None:
+    """Return the positions that a sequence of the model may have, or None if its config.json does not say.
+
+    "longrope" positions end where transformers would change them (`supported.context_of`).
+    """
+    config = text_description(config)
+    context = config.get("max_position_embeddings", config.get("n_positions"))
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if context is None:
+        return None
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return int(context)
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    return min(int(context), int(original)) if original else int(context)
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:

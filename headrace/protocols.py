@@ -102,7 +102,10 @@ class TrainBackend(Protocol):
         """
 
     def save_state(self, folder: Path) -> "Future[None]":
-        """Write the weights in Hugging Face layout and all that an exact resume needs (optimiser, counters)."""
+        """Write the weights in Hugging Face layout and all that an exact resume needs (optimiser, counters).
+
+        The state is that of this place in the order of requests; later ones need not wait until it is written.
+        """
 
     def load_state(self, folder: Path) -> "Future[None]": ...
 

@@ -9,15 +9,17 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from headrace.errors import DataError, ModelError, boundary
-from headrace.types import IntArray, Message, int_array
+from headrace.types import FloatArray, IntArray, Message, float_array, int_array
+
+if TYPE_CHECKING:  # a second to import, and a configuration is checked without it
+    from transformers import PreTrainedTokenizerBase
 
 BoolArray = npt.NDArray[np.bool_]
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas, as chat templates take them
@@ -37,9 +39,11 @@ class Rendered:
     tokens: IntArray
     trained: BoolArray  # the tokens the assistant must produce, end-of-turn token included
     truncated: bool = False  # tokens were cut off the end; possibly no trained token is left
+    weights: FloatArray | None = None  # of the trained tokens, 0 elsewhere; None: all 1
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.trained)
+        assert self.weights is None or len(self.weights) == len(self.tokens)
 
     @property
     def num_trained(self) -> int:
@@ -56,7 +60,7 @@ class Renderer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         eos_tokens: Iterable[int] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -71,9 +75,14 @@ class Renderer:
         ends = [*eos_tokens, tokenizer.eos_token_id, self._probe_end_of_turn()]
         self.eos_tokens: tuple[int, ...] = tuple(dict.fromkeys(int(token) for token in ends if token is not None))
 
-    def __reduce__(self) -> tuple[type["Renderer"], tuple[PreTrainedTokenizerBase, tuple[int, ...], dict[str, Any]]]:
+    def __reduce__(self) -> tuple[type["Renderer"], tuple["PreTrainedTokenizerBase", tuple[int, ...], dict[str, Any]]]:
         """Pickle the tokenizer, its ends and the options, for a worker in another process."""
         return Renderer, (self._tokenizer, self.eos_tokens, self._options)
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Return the tokenizer of the model."""
+        return self._tokenizer
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> IntArray:
         """Render the tokens that an engine reads before it samples the assistant's next turn."""
@@ -86,15 +95,22 @@ class Renderer:
         return tokens
 
     def conversation(
-        self, messages: Sequence[Message], *, tools: Tools | None = None, max_tokens: int | None = None
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        max_tokens: int | None = None,
+        weights: Sequence[float] = (),
     ) -> tuple[Rendered, ...]:
         """Render training sequences in which exactly the assistant's tokens are marked; one, if the template allows.
 
         The marked span of turn i is what follows `prompt(messages[:i])`, up to and including the end-of-turn token.
         A turn whose prompt does not extend the tokens before it, token for token, starts a sequence of its own.
         A sequence ends with its last marked token. Raises DataError if the template refuses the messages.
+        `weights`, one for each message if there are any, are those of the assistant's tokens; 0: not marked.
         """
-        sequences: list[tuple[list[int], list[bool]]] = []
+        assert not weights or len(weights) == len(messages)
+        sequences: list[tuple[list[int], list[float]]] = []
         for index, message in enumerate(messages):
             if message.role != "assistant":
                 continue
@@ -103,10 +119,11 @@ class Renderer:
             prompt, reply = self._turn(messages[: index + 1], tools)
             if not sequences or prompt[: len(sequences[-1][0])] != sequences[-1][0]:
                 sequences.append(([], []))
-            tokens, trained = sequences[-1]
-            trained += [False] * (len(prompt) - len(tokens)) + [True] * len(reply)
+            tokens, token_weights = sequences[-1]
+            weight = weights[index] if weights else 1.0
+            token_weights += [0.0] * (len(prompt) - len(tokens)) + [weight] * len(reply)
             tokens[:] = prompt + reply
-        return tuple(_rendered(tokens, trained, max_tokens) for tokens, trained in sequences)
+        return tuple(_rendered(tokens, of, max_tokens, weighted=bool(weights)) for tokens, of in sequences)
 
     def continue_prompt(
         self,
@@ -186,6 +203,11 @@ class Renderer:
     def spoken(self, tokens: IntArray | Sequence[int]) -> str:
         """Decode with special tokens except those that end a turn: the marks of a tool call stay, for example."""
         return str(self._tokenizer.decode(self._without_ends(tokens), clean_up_tokenization_spaces=False))
+
+    def exact_text(self, tokens: IntArray | Sequence[int]) -> str:
+        """Decode with all special tokens, for people who want to see what a model sees."""
+        array = np.asarray(tokens, dtype=np.int64)
+        return str(self._tokenizer.decode(array, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _without_ends(self, tokens: IntArray | Sequence[int]) -> npt.NDArray[np.int64]:
         """Remove end-of-turn tokens. Returns an array, which the tokenizer takes without checking every element."""
@@ -271,15 +293,21 @@ class Renderer:
         return str(rendered)
 
 
-def _rendered(tokens: list[int], trained: list[bool], max_tokens: int | None) -> Rendered:
-    mask = np.array(trained[:max_tokens], dtype=np.bool_)
+def _rendered(tokens: list[int], weights: list[float], max_tokens: int | None, *, weighted: bool) -> Rendered:
+    mask = np.array(weights[:max_tokens], dtype=np.float64) != 0
     mask.setflags(write=False)
-    truncated = max_tokens is not None and len(tokens) > max_tokens
-    return Rendered(tokens=int_array(tokens[:max_tokens]), trained=mask, truncated=truncated)
+    return Rendered(
+        tokens=int_array(tokens[:max_tokens]),
+        trained=mask,
+        truncated=max_tokens is not None and len(tokens) > max_tokens,
+        weights=float_array(weights[:max_tokens]) if weighted else None,
+    )
 
 
-def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _decodes_plainly(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Tell whether the tokenizer's class leaves `decode` to the tokenizers library."""
+    from transformers import PreTrainedTokenizerFast
+
     kind = type(tokenizer)
     methods = (getattr(kind, name, None) for name in ("decode", "_decode"))
     return isinstance(tokenizer, PreTrainedTokenizerFast) and tuple(methods) == (
@@ -288,7 +316,7 @@ def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
     )
 
 
-def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
+def plain_template(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return the template of a tokenizer that has none; raises ModelError if it has no end-of-sequence token either."""
     if tokenizer.eos_token is None:
         raise ModelError(
@@ -298,7 +326,7 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return "{{ bos_token }}" + PLAIN_TEMPLATE if _starts_with_bos(tokenizer) else PLAIN_TEMPLATE
 
 
-def _starts_with_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _starts_with_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
     begins: list[int] = list(tokenizer("a")["input_ids"])[:1]
     return tokenizer.bos_token_id is not None and begins == [tokenizer.bos_token_id]
 

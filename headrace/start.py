@@ -14,6 +14,8 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
+from headrace.early_interrupt import end_at_once
+
 VARIABLE = "GLIBC_TUNABLES"
 AGAIN = "HEADRACE_STARTED_AGAIN"  # set in the restarted process
 SWITCH = "HEADRACE_HUGE_PAGES"  # 0: never restart
@@ -32,12 +34,12 @@ COMPUTE = ("train", "demo", "eval", "verify", "serve", "demonstrate")
 def main() -> None:
     """Restart with large pages if the command profits from them, then run the command line.
 
-    Ctrl-C before anything has begun ends the process without a word; it waits while the process restarts.
+    Ctrl-C before anything has begun ends the process with a sentence; it waits while the process restarts.
     """
     again = os.environ.pop(AGAIN, None)  # a program with capabilities of its own gets no VARIABLE from the system
     on_interrupt = signal.getsignal(signal.SIGINT)  # not Python's in a job that the shell started with "&"
     if on_interrupt is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_quietly)
+        signal.signal(signal.SIGINT, end_at_once)
     if again is not None:
         hold_interrupts(False)
     if os.environ.get(VARIABLE) == SETTINGS:  # read by the C library already
@@ -61,11 +63,6 @@ def main() -> None:
 def hold_interrupts(hold: bool) -> None:
     """Have Ctrl-C wait, also while another program is executed in this process; or let it through again."""
     signal.pthread_sigmask(signal.SIG_BLOCK if hold else signal.SIG_UNBLOCK, [signal.SIGINT])
-
-
-def end_quietly(number: int, frame: object) -> None:
-    """End the process as shells expect it of Ctrl-C: nothing has begun, so there is nothing to say."""
-    os._exit(128 + number)
 
 
 def wants_large_pages(arguments: Sequence[str], environ: Mapping[str, str]) -> bool:

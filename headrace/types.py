@@ -17,6 +17,7 @@ from headrace.metrics import Metrics
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+ExpertArray = npt.NDArray[np.int16]  # [tokens, routers, experts of a token]
 
 
 def int_array(values: Iterable[int] | npt.NDArray[Any]) -> IntArray:
@@ -129,6 +130,9 @@ class Completion:
     # The log-probs that the request's `score_from` asks for; None if not computed. The caller removes them before the
     # completion is stored.
     prefix_logprobs: FloatArray | None = None
+    # [prompt and sampled tokens but the last, routers, K]: the experts that each token went to, where a mixture of
+    # experts sampled and its engine recorded them.
+    experts: ExpertArray | None = None
 
     def __post_init__(self) -> None:  # the engine has already raised; this catches our own bugs
         assert len(self.tokens) == len(self.sampler_logprobs) == len(self.raw_logprobs) == len(self.versions)
@@ -272,6 +276,16 @@ class FailedEpisode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardNote:
+    """Keep what a reward function said of an episode, or of one of its steps, beside the number."""
+
+    term: str = ""  # the name of the reward
+    step: int | None = None  # None: the episode
+    reason: str = ""
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reward:
     """The reward of one episode."""
 
@@ -280,6 +294,7 @@ class Reward:
     steps: tuple[float, ...] | None = None  # one per step; None: `total` is the reward of the last step
     success: bool | None = None  # the reward function's verdict; None: it gives none
     printed: str = ""  # the last characters that reward functions printed while they judged it
+    notes: tuple[RewardNote, ...] = ()  # reasons and metrics of reward functions, for logs, files and pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,9 +383,11 @@ class Datum:
     arrays: Mapping[str, FloatArray]
     temperature: float = 1.0  # log-probs are computed from logits divided by it
     unit: int | None = None  # data of one unit (a pair, a group) are never split over micro-batches
+    experts: ExpertArray | None = None  # [T, routers, K]: the experts of each input, to be replayed
 
     def __post_init__(self) -> None:
         assert self.inputs.ndim == 1
+        assert self.experts is None or len(self.experts) == len(self.inputs)
         assert len(self.inputs) == len(self.targets)
         assert all(len(array) == len(self.targets) for array in self.arrays.values())
 
@@ -461,6 +478,7 @@ class WeightsFolder:
 
     path: Path
     fingerprint: str  # of the weights, not of the files
+    partial: bool = False  # it holds the trained weights only; the sampler has the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

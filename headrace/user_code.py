@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,6 +76,16 @@ def find_function(module: ModuleType, name: str, *, spec: str) -> Callable[..., 
         raise ConfigError(f'"{spec}": {what}; {place} has {", ".join(_function_names(module)) or "no functions"}')
     function: Callable[..., Any] = value
     return function
+
+
+def check_arguments(fn: Callable[..., Any], num_arguments: int, what: str, called_as: str) -> None:
+    """Raise ConfigError if a function cannot be called with so many positional arguments; `what` names it."""
+    try:
+        signature(fn).bind(*(None,) * num_arguments)
+    except TypeError as exc:
+        raise ConfigError(f"{what} cannot be called as function({called_as}): {exc}") from exc
+    except ValueError:  # a function in C that does not say
+        return
 
 
 def _function_names(module: ModuleType) -> list[str]:

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 EXIT_STALLED = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
 MAX_FRAMES, MAX_TASKS, MAX_OTHERS = 12, 20, 8
 EVENT_LOOP = "event loop"
+SAMPLER_REQUEST = "a request to the sampler"  # noted, not watched: every episode has its own limit
 
 
 @dataclass(eq=False, slots=True)
@@ -59,9 +60,12 @@ class Activity:
             return f"{text}: {exc}"
 
 
+Observer = Callable[[str, int], None]  # what began (1) or ended (-1); called on the thread of the work
+
 _numbers = itertools.count()
 _open: dict[int, Activity] = {}  # by number, so that the oldest comes first; each entry has one writer
 _on_thread = threading.local()
+_observers: tuple[Observer, ...] = ()
 
 
 @contextmanager
@@ -69,10 +73,39 @@ def watching(what: str, *, detail: Callable[[], str] | None = None, has_deadline
     """Enter an activity into the table while the block runs; works in threads and in coroutines."""
     number = next(_numbers)
     _open[number] = activity = Activity(what, threading.current_thread().name, detail, has_deadline)
+    observers = _observers
+    for observer in observers:
+        observer(what, 1)
     try:
         yield activity
     finally:
         _open.pop(number, None)
+        for observer in observers:
+            observer(what, -1)
+
+
+@contextmanager
+def noting(what: str) -> Iterator[None]:
+    """Tell observers of work that has its own limits, so that it needs no place in the table."""
+    observers = _observers
+    for observer in observers:
+        observer(what, 1)
+    try:
+        yield
+    finally:
+        for observer in observers:
+            observer(what, -1)
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of all work that begins while the block runs, and of its end; it must be quick, never raise."""
+    global _observers
+    _observers = (*_observers, observer)
+    try:
+        yield
+    finally:
+        _observers = tuple(other for other in _observers if other is not observer)
 
 
 @contextmanager

@@ -62,7 +62,18 @@ def test_help_needs_neither_torch_nor_the_configuration() -> None:
     environment = os.environ | {"COLUMNS": "100", "NO_COLOR": "1"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.splitlines()[-1] == "end"
-    for command in ("demo", "train", "eval", "demonstrate", "explain", "doctor", "verify", "report"):
+    for command in (
+        "demo",
+        "train",
+        "eval",
+        "compare",
+        "sweep",
+        "demonstrate",
+        "explain",
+        "doctor",
+        "verify",
+        "report",
+    ):
         assert f"  {command} " in done.stdout
     assert "[sft], [distill], [dpo]" in done.stdout
 
@@ -120,6 +131,9 @@ def test_debug_shows_the_traceback(file: Path, monkeypatch: pytest.MonkeyPatch) 
         (["eval", "nowhere", "run.toml"], 2, "there is no folder nowhere: give a checkpoint"),
         (["eval", "tiny", "run.toml"], 2, "tiny is made anew for every run: give a checkpoint"),
         (["eval", ".", "run.toml"], 2, "there is nothing to evaluate on: add a table [eval.source]"),
+        (["eval", ".", "nowhere", "run.toml"], 2, "there is nothing to evaluate on"),
+        (["compare", "."], 2, "compare needs two run folders or more"),
+        (["compare", ".", "nowhere"], 1, ". is not a run folder"),
         (["explain"], 2, "explain needs a TOML file"),
         (["explain", "run.toml", "--set", "model.device=cuda"], 2, "model.device is 'cuda' but torch sees no CUDA"),
         (["report", "."], 1, "is not a run folder"),
@@ -153,7 +167,7 @@ def test_paths_come_back_absolute(file: Path) -> None:
     overrides = ["model.path=.", "rl.tasks.type=jsonl", "rl.tasks.path=rows.jsonl", 'rl.rewards=[{fn="exact_match"}]']
     config = load_checked(Path("run.toml"), overrides, command="train")
     assert config.rl is not None
-    assert config.rl.tasks.path == str(file.parent / "rows.jsonl")
+    assert config.rl.tasks[0].path == str(file.parent / "rows.jsonl")
 
 
 def test_a_kind_of_model_that_is_not_supported_is_refused_by_name(file: Path) -> None:
@@ -167,8 +181,9 @@ def test_the_newest_run_of_that_name_is_resumed(file: Path) -> None:
     for day in (1, 3, 2):
         folder = RunFolder.create(Path("runs"), "run", datetime(2026, 1, day, tzinfo=UTC))
         folder.write_config("")
-    assert run_to_resume(config, None) == Path("runs/run_2026-01-03T00-00-00Z")
-    assert run_to_resume(config, folder.path) == folder.path
+    assert run_to_resume(config, None) == Path("runs/run_2026-01-03T00-00-00Z_2"), "started last, by a clock set back"
+    first = Path("runs/run_2026-01-01T00-00-00Z")
+    assert run_to_resume(config, first) == first
 
 
 def test_the_run_before_one_that_never_began_is_resumed_and_both_are_named(

@@ -79,6 +79,8 @@ def copy(sound: Path, tmp_path: Path) -> Callable[[], Path]:
 
     def make() -> Path:
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        (tmp_path / "other").mkdir(exist_ok=True)  # to be compared with
+        (tmp_path / "other" / "config.toml").write_text("[run]\nname = 'other'\n")
         run = Path(shutil.copytree(sound, tmp_path / "run"))
         for folder in (run, *(path for path in run.rglob("*") if path.is_dir())):
             folder.chmod(0o777)
@@ -103,6 +105,7 @@ def read(run: Path, *, sound: bool = False) -> None:
         ("view", run),
         ("view", run, "--group", "--task", "mill-0", "--html", run / "page.html"),
         ("recredit", run, "--reward", "env", "--credit", "grpo"),
+        ("compare", run, run.parent / "other", "--html", run / "compare.html"),
     ]
     for command in commands:
         sentence = ends_well(*command)
@@ -114,7 +117,8 @@ def test_a_sound_run_folder_is_read(copy: Callable[[], Path], tmp_path: Path) ->
     read(run, sound=True)
     assert "Left out" not in (run / "report.html").read_text()
     (tmp_path / "run.toml").write_text(CONFIG)
-    assert ends_well("eval", run / "checkpoints" / "rl" / "step_000002", tmp_path / "run.toml") == ""
+    checkpoint = run / "checkpoints" / "rl" / "step_000002"
+    assert ends_well("eval", checkpoint, tmp_path / "run.toml", "--out", tmp_path / "evaluated") == ""
 
 
 @pytest.mark.parametrize("name", [*FILES, *FOLDERS])
@@ -172,6 +176,6 @@ def test_a_damaged_checkpoint_is_one_sentence_in_eval(
         place.mkdir()
     elif damage != "missing":
         place.write_bytes(b"" if damage == "empty" else b'\x00{"a": [')
-    sentence = ends_well("eval", checkpoint, file)
+    sentence = ends_well("eval", checkpoint, file, "--out", tmp_path / "evaluated")
     harmless = name in ("manifest.json", "state.json", "tokenizer_config.json")  # without them it is a model folder
     assert sentence or harmless

@@ -1,16 +1,21 @@
 import asyncio
 import logging
+import math
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from headrace import watchdog
+from headrace.config.introspect import default_of, keys
+from headrace.service import core
+from headrace.service.settings import Limits
 from headrace.watchdog import Watchdog, beat, describe_tasks, open_activities, watching, watching_thread
 
 
@@ -213,3 +218,14 @@ def test_an_endless_wait_ends_the_process_with_a_code_that_schedulers_know() -> 
     ended = subprocess.run([sys.executable, "-c", ENDLESS], capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 75
     assert "the trainer: nothing moved for 0.3 s, so the process ends; resume it" in ended.stderr
+
+
+def test_by_default_every_wait_has_a_deadline() -> None:
+    """Of every time that a configuration may set, and of the watchdog, which ends what nothing else does."""
+    times = {path: default_of(owner, name) for path, owner, name in keys() if name.endswith("_s")}
+    assert {"run.stall_warn_s", "run.stall_end_s", "rl.async.task_timeout_s", "cluster.deadline_s"} <= times.keys()
+    assert [path for path, seconds in times.items() if not 0 < seconds < math.inf] == []
+    served = {entry.name: getattr(Limits(), entry.name) for entry in fields(Limits) if entry.name.endswith("_s")}
+    assert served
+    assert [name for name, seconds in served.items() if not 0 < seconds < math.inf] == []
+    assert 0 < core.STALL_WARN_S < core.STALL_END_S < math.inf

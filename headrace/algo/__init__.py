@@ -12,6 +12,7 @@
 - `packing`: data packed into micro-batches, and common prefixes computed once.
 - `staleness`: how many groups may start, and whether a finished group is still fresh enough to train on.
 - `staleness_metrics`, `statistics`: metrics of token age and its cost; KL estimators, mismatch, pass@k.
+- `estimates`: scores of held-out tasks, intervals, and paired tests of two policies.
 - `segment_ops`: sums, means and log-sum-exp over segments of a tensor.
 - `random`: stateless seeds and uniform numbers.
 - `name_lookup`: tables looked up by a user's name, with the nearest name in the error.

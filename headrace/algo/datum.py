@@ -10,7 +10,18 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from headrace.types import CreditedEpisode, Datum, Episode, FloatArray, IntArray, Message, Step, float_array, int_array
+from headrace.types import (
+    CreditedEpisode,
+    Datum,
+    Episode,
+    ExpertArray,
+    FloatArray,
+    IntArray,
+    Message,
+    Step,
+    float_array,
+    int_array,
+)
 
 
 def shift(
@@ -19,8 +30,12 @@ def shift(
     *,
     temperature: float = 1.0,
     unit: int | None = None,
+    experts: ExpertArray | None = None,
 ) -> Datum:
-    """Make the Datum whose position t predicts token t + 1. The arrays describe tokens; their entry 0 is cut."""
+    """Make the Datum whose position t predicts token t + 1. The arrays describe tokens; their entry 0 is cut.
+
+    `experts` describes the inputs: all tokens but the last.
+    """
     assert len(tokens_N) >= 2, "a sequence of one token predicts nothing"
     assert all(len(array) == len(tokens_N) for array in arrays_N.values())
     return Datum(
@@ -29,6 +44,7 @@ def shift(
         arrays={name: float_array(array[1:]) for name, array in arrays_N.items()},
         temperature=temperature,
         unit=unit,
+        experts=experts,
     )
 
 
@@ -57,6 +73,7 @@ class SequenceSample:
     sampler_logprobs: FloatArray  # 0 where not sampled
     versions: IntArray  # -1 where not sampled
     next_logprobs: FloatArray  # NaN where not known
+    experts: ExpertArray | None  # of all tokens but the last
 
 
 def split_samples(episode: Episode, rows: SequenceUnit = SequenceUnit.EPISODE) -> tuple[SequenceSample, ...]:
@@ -102,8 +119,25 @@ def _join_steps(chain: Sequence[tuple[int, Step]]) -> SequenceSample:
     for array in (tokens, logprobs, versions, next_logprobs):  # made here, so frozen without another copy
         array.setflags(write=False)
     return SequenceSample(
-        tokens=tokens, step=owner, sampler_logprobs=logprobs, versions=versions, next_logprobs=next_logprobs
+        tokens=tokens,
+        step=owner,
+        sampler_logprobs=logprobs,
+        versions=versions,
+        next_logprobs=next_logprobs,
+        experts=_join_experts([step.completion.experts for _, step in chain]),
     )
+
+
+def _join_experts(recorded: Sequence[ExpertArray | None]) -> ExpertArray | None:
+    """Return the experts of a sequence: those that a token had in the first step that it was part of."""
+    if recorded[-1] is None:
+        return None
+    joined = recorded[-1].copy()
+    for earlier in reversed(recorded[:-1]):
+        if earlier is not None:
+            joined[: len(earlier)] = earlier
+    joined.setflags(write=False)
+    return joined
 
 
 def to_data(credited: Sequence[CreditedEpisode], rows: SequenceUnit = SequenceUnit.EPISODE) -> tuple[Datum, ...]:
@@ -124,6 +158,7 @@ def to_data(credited: Sequence[CreditedEpisode], rows: SequenceUnit = SequenceUn
                     },
                     temperature=episode.scored.episode.temperature,
                     unit=None,
+                    experts=sample.experts,
                 )
             )
     return tuple(data)

@@ -1,6 +1,13 @@
 """Keep the KL of a training step near a target (coefficient) or below a limit (scaling an update back)."""
 
 import math
+from collections.abc import Sequence
+
+from headrace.algo.statistics import k3
+from headrace.types import Datum, FloatArray
+
+MAX_TRIES = 4  # of a share that is not 0
+SAFETY = 0.95  # share of the limit to aim at: a KL that grows a little faster than the square still meets the limit
 
 
 def adapt_kl_coef(coef: float, *, kl: float, target: float) -> float:
@@ -27,3 +34,13 @@ def kl_scale(kl: float, *, limit: float) -> float:
     if not math.isfinite(kl):
         return 0.0
     return 1.0 if kl <= limit else math.sqrt(limit / kl)
+
+
+def mean_kl(data: Sequence[Datum], policy_logprobs: Sequence[FloatArray], *, other: str = "proximal_logprobs") -> float:
+    """Average k3 between the array `other` and the policy's log-probs over the trained tokens; 0 if there are none."""
+    total, count = 0.0, 0
+    for datum, policy in zip(data, policy_logprobs, strict=True):
+        trained = datum.arrays["weights"] != 0
+        total += float(k3(datum.arrays[other][trained], policy[trained]).sum())
+        count += int(trained.sum())
+    return total / max(count, 1)

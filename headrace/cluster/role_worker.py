@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.cluster.engine_access import LeaseCall, LeaseEnd
 from headrace.errors import HeadraceError, RolloutError, boundary
 from headrace.types import IntArray, SampleRequest
 
@@ -100,11 +101,15 @@ class RoleWorker(ABC):
         self._num_calls += 1
         return self._num_calls
 
-    async def call(self, message: SampleCall | ScoreCall) -> Any:
-        """Send a call to the coordinator and return its answer. The episode's own time limit is the deadline."""
-        future = self._answers[message.id] = asyncio.get_running_loop().create_future()
+    def send(self, message: SampleCall | ScoreCall | LeaseCall | LeaseEnd) -> None:
+        """Send a message to the coordinator, with its next poll."""
         self._outbox.append(message)
         self._arrived.set()
+
+    async def call(self, message: SampleCall | ScoreCall | LeaseCall) -> Any:
+        """Send a call to the coordinator and return its answer. The episode's own time limit is the deadline."""
+        future = self._answers[message.id] = asyncio.get_running_loop().create_future()
+        self.send(message)
         try:
             return await future
         finally:

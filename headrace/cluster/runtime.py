@@ -1,13 +1,15 @@
-"""Open the roles of a run besides the coordinator, and close them."""
+"""Open the workers of a run besides the coordinator, and close them."""
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from headrace.cluster.connection import connected, reserved
+from headrace.cluster.connection import Places
 from headrace.cluster.group_player import ClusterGroupPlayer
+from headrace.cluster.reference_worker import ClusterScorer, ReferenceWorker, Scorer
 from headrace.cluster.reward_runner import ClusterRewardRunner
 from headrace.cluster.reward_worker import RewardWorker
 from headrace.cluster.rollout_worker import RolloutWorker
@@ -18,18 +20,17 @@ from headrace.rollout.group import GroupPlayer
 
 logger = logging.getLogger(__name__)
 MAX_CALLS = 10_000  # open at once in one worker
+ROLLOUT, REWARD, REFERENCE, ENGINE, RANK = "rollout", "reward", "reference", "engine", "rank"  # roles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRoles:
-    """Says which workers a run has, and what they build. The builders are sent to them, so they must pickle."""
+    """Says what the workers of a run build. The builders are sent to them, so they must pickle."""
 
-    address: str
     deadline_s: float
-    rollout_workers: int
     build_player: Callable[[Sampler], GroupPlayer]
-    reward_workers: int
     build_rewards: Callable[[], RewardRunner]
+    build_frozen: Callable[[str], Scorer]  # the frozen model of a folder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Cluster:
 
     rollouts: WorkerPool | None
     rewards: WorkerPool | None
+    references: WorkerPool | None
 
     @property
     def reward_runner(self) -> RewardRunner | None:
@@ -48,55 +50,62 @@ class Cluster:
         """Return what plays groups: the rollout workers, or `player` itself if there are none."""
         return player if self.rollouts is None else ClusterGroupPlayer(self.rollouts, player)
 
+    def frozen(self, folder: str) -> ClusterScorer | None:
+        """Return what scores with the frozen model of a folder on the reference workers."""
+        return None if self.references is None else ClusterScorer(self.references, folder)
+
 
 @asynccontextmanager
-async def open_cluster(roles: ClusterRoles) -> AsyncIterator[Cluster]:
-    """Connect, reserve a place for every worker and start it. Raises ConfigError or RolloutError."""
-    count = roles.rollout_workers + roles.reward_workers
+async def open_workers(places: Places, roles: ClusterRoles) -> AsyncIterator[Cluster]:
+    """Start a worker in each of its places. Raises ConfigError or RolloutError."""
     async with AsyncExitStack() as opened:
-        await opened.enter_async_context(connected(roles.address, cpus=count, deadline_s=roles.deadline_s))
         import ray
 
-        place = await opened.enter_async_context(reserved(count, deadline_s=roles.deadline_s))
-
-        def pool(role: str, workers: int, first: int, kind: type, build: object) -> WorkerPool | None:
-            if not workers:
+        def pool(role: str, kind: type, build: object) -> WorkerPool | None:
+            if not places.count(role):
                 return None
             made = WorkerPool(
                 role,
-                workers,
-                create=_creator(kind, lambda index: place(first + index)),
+                places.count(role),
+                create=lambda index: create_actor(kind, places.options(role, index)),
                 build=ray.put(build),
-                kill=_kill,
+                kill=kill_actor,
                 deadline_s=roles.deadline_s,
             )
             opened.push_async_callback(made.close)
             made.start()
             return made
 
-        rollouts = pool("rollout", roles.rollout_workers, 0, RolloutWorker, roles.build_player)
-        rewards = pool("reward", roles.reward_workers, roles.rollout_workers, RewardWorker, roles.build_rewards)
-        for started in (rollouts, rewards):
+        pools = {
+            ROLLOUT: pool(ROLLOUT, RolloutWorker, roles.build_player),
+            REWARD: pool(REWARD, RewardWorker, roles.build_rewards),
+            REFERENCE: pool(REFERENCE, ReferenceWorker, roles.build_frozen),
+        }
+        for started in pools.values():
             if started is not None:
                 await started.started()
-        logger.info("cluster: %d rollout workers, %d reward workers", roles.rollout_workers, roles.reward_workers)
-        yield Cluster(rollouts=rollouts, rewards=rewards)
+        logger.info("cluster: %s", ", ".join(f"{places.count(role)} {role} workers" for role in pools))
+        yield Cluster(rollouts=pools[ROLLOUT], rewards=pools[REWARD], references=pools[REFERENCE])
 
 
-def _creator(kind: type, place: Callable[[int], dict[str, Any]]) -> Callable[[int], Any]:
-    """Return what starts the actor of an index. Ray does not restart it: a new one is made in its place."""
+def create_actor(kind: type, options: Mapping[str, Any], *arguments: object) -> Any:
+    """Start an actor. Ray does not restart it: a new one is made in its place."""
+    return (
+        _actor_class(kind)
+        .options(max_restarts=0, max_task_retries=0, max_concurrency=MAX_CALLS, **options)
+        .remote(*arguments)
+    )
+
+
+@cache
+def _actor_class(kind: type) -> Any:
     import ray
 
-    actor_class = ray.remote(kind)
-
-    def create(index: int) -> Any:
-        options = place(index)
-        return actor_class.options(max_restarts=0, max_task_retries=0, max_concurrency=MAX_CALLS, **options).remote()
-
-    return create
+    return ray.remote(kind)
 
 
-def _kill(actor: Any) -> None:
+def kill_actor(actor: Any) -> None:
+    """End an actor at once."""
     import ray
 
     if ray.is_initialized():

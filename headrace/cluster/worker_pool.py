@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 2.0  # how long a poll waits for a message
 TELL_S = 10.0  # between two lines about one wait
+MAX_POLLS_PER_S = 400  # of all workers of a role: beyond, messages are gathered into fewer polls and answers
 MAX_FAILED_STARTS = 8  # of one worker in a row
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ class Worker:
         self.role, self.index, self.actor = role, index, actor
         self.pid = 0
         self.load = 0  # groups that it works on
+        self.unreached = 0  # engine replicas in a row that it could not use
+        self.pace_s = 0.0  # between two polls, and between two batches of answers
         self._answers: list[tuple[int, object]] = []
         self._sending: asyncio.Task[None] | None = None
 
@@ -65,6 +68,7 @@ class Worker:
             while self._answers:
                 answers, self._answers = self._answers, []
                 await self.call("answer", answers)
+                await asyncio.sleep(self.pace_s)
 
 
 class WorkerPool:
@@ -82,7 +86,7 @@ class WorkerPool:
         handle: Callable[[Worker, Any], None] = lambda worker, message: None,  # take a message of a worker
     ) -> None:
         assert count > 0
-        self._role, self._count, self._deadline_s = role, count, deadline_s
+        self.role, self._count, self._deadline_s = role, count, deadline_s
         self._create, self._build, self._kill = create, build, kill
         self.handle = handle
         self._alive: dict[int, Worker] = {}
@@ -97,7 +101,7 @@ class WorkerPool:
         """Begin to start the workers."""
         assert not self._keepers, "a pool is started once"
         self._keepers = [
-            asyncio.create_task(self._keep(index), name=f"{self._role} worker {index}") for index in range(self._count)
+            asyncio.create_task(self._keep(index), name=f"{self.role} worker {index}") for index in range(self._count)
         ]
         for keeper in self._keepers:
             keeper.add_done_callback(lambda _: self._changed.set())
@@ -126,6 +130,10 @@ class WorkerPool:
         worker.load += 1
         try:
             yield worker
+        except WorkerLostError:  # lend it to nobody until its keeper has found out and replaced it
+            if self._alive.get(worker.index) is worker:
+                del self._alive[worker.index]
+            raise
         finally:
             worker.load -= 1
 
@@ -134,7 +142,7 @@ class WorkerPool:
         if reached() and self._failure is None and len(self._given_up) < self._count:
             return
         began_s = told_s = time.monotonic()
-        with watching(f"{self._role} workers {what}", has_deadline=True):
+        with watching(f"{self.role} workers {what}", has_deadline=True):
             while not reached() or self._failure is not None or len(self._given_up) == self._count:
                 for keeper in self._keepers:
                     if keeper.done() and not keeper.cancelled():
@@ -142,16 +150,16 @@ class WorkerPool:
                 if self._failure is not None:
                     raise self._failure
                 if len(self._given_up) == self._count:
-                    raise RolloutError(f"no {self._role} worker can be started: {next(iter(self._given_up.values()))}")
+                    raise RolloutError(f"no {self.role} worker can be started: {next(iter(self._given_up.values()))}")
                 now_s = time.monotonic()
                 if now_s - began_s > self._deadline_s:
                     raise RolloutError(
-                        f"waited {self._deadline_s:g} s (cluster.deadline_s) for {self._count} {self._role} workers "
+                        f"waited {self._deadline_s:g} s (cluster.deadline_s) for {self._count} {self.role} workers "
                         f"{what}; {self._describe()}"
                     )
                 if now_s - told_s > TELL_S:
                     told_s = now_s
-                    logger.info("waiting for %d %s workers %s; %s", self._count, self._role, what, self._describe())
+                    logger.info("waiting for %d %s workers %s; %s", self._count, self.role, what, self._describe())
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(1.0):
@@ -165,12 +173,12 @@ class WorkerPool:
         """Start a worker, serve it until it is lost, and start it again; the body of a task for each place."""
         failed_starts, pauses_s, last = 0, doubling(0.2, 10.0), ""
         while True:
-            worker = Worker(self._role, index, self._create(index))
+            worker, ready = Worker(self.role, index, self._create(index)), False
             try:
                 built = await self._within(worker.call("ready", self._build), f"the start of {worker.name}")
                 if isinstance(built, HeadraceError):
                     raise built
-                worker.pid = built
+                worker.pid, ready = built, True
                 failed_starts, pauses_s = 0, doubling(0.2, 10.0)
                 self._alive[index] = worker
                 self._begun.add(index)
@@ -178,7 +186,7 @@ class WorkerPool:
                 await self._serve(worker)
             except WorkerLostError as exc:
                 self.num_lost += 1
-                failed_starts += index not in self._alive
+                failed_starts += not ready
                 logger.warning("%s; it is started again", exc)
                 last = str(exc)
             except HeadraceError as exc:  # it would fail on every machine
@@ -195,6 +203,7 @@ class WorkerPool:
 
     async def _serve(self, worker: Worker) -> None:
         """Take the messages of a worker, until it is lost."""
+        polled_s = 0.0
         while True:
             messages = await self._within(worker.call("poll", POLL_S), f"a sign of life of {worker.name}")
             for message in messages:
@@ -202,6 +211,11 @@ class WorkerPool:
                     logging.getLogger(message.name).log(message.level, "%s: %s", worker.name, message.text)
                 else:
                     self.handle(worker, message)
+            worker.pace_s = len(self._alive) / MAX_POLLS_PER_S
+            wait_s = polled_s + worker.pace_s - time.monotonic()
+            if messages and wait_s > 0:
+                await asyncio.sleep(wait_s)
+            polled_s = time.monotonic()
 
     async def _within(self, call: Awaitable[T], what: str) -> T:
         try:

@@ -15,6 +15,7 @@ No torch, and no I/O beyond the caller's text and `check`'s look at the paths a 
 out of the tree; below `wiring/` only what prints the tree sees it (`observe/explain_text.py`, `config/docs_table.py`).
 """
 
+from headrace.config.checks.colocation import keeps_weights
 from headrace.config.checks.run_config import check, length_problems
 from headrace.config.load_toml import load_config, to_mapping
 from headrace.config.paths import absolute_paths, find_path, map_paths, named_paths
@@ -47,6 +48,8 @@ from headrace.config.schema import (
     SourceConfig,
     TeacherConfig,
     TinyModelConfig,
+    num_steps,
+    stages_of,
 )
 
 __all__ = [
@@ -81,10 +84,13 @@ __all__ = [
     "absolute_paths",
     "check",
     "find_path",
+    "keeps_weights",
     "length_problems",
     "load_config",
     "map_paths",
     "named_paths",
+    "num_steps",
     "preset_text",
+    "stages_of",
     "to_mapping",
 ]

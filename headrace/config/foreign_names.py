@@ -1,4 +1,4 @@
-"""Names of TRL's and verl's settings, with the keys that say the same here.
+"""Names of other libraries' settings, with the keys that say the same here.
 
 One table feeds the answers to unknown keys and the page `docs/names.md` (`docs/make_names.py` writes it).
 """
@@ -6,6 +6,8 @@ One table feeds the answers to unknown keys and the page `docs/names.md` (`docs/
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from headrace.config.refusals import refused_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +28,43 @@ def _verl(name: str, *ours: str, note: str = "") -> ForeignName:
     return ForeignName(library="verl", name=name, ours=ours, note=note)
 
 
+def _axolotl(name: str, *ours: str, note: str = "") -> ForeignName:
+    return ForeignName(library="Axolotl", name=name, ours=ours, note=note)
+
+
+def _tinker(name: str, *ours: str, note: str = "") -> ForeignName:
+    return ForeignName(library="Tinker", name=name, ours=ours, note=note)
+
+
+def _areal(name: str, *ours: str, note: str = "") -> ForeignName:
+    return ForeignName(library="AReaL", name=name, ours=ours, note=note)
+
+
+def _reward_kit(name: str, *ours: str, note: str = "") -> ForeignName:
+    return ForeignName(library="reward-kit", name=name, ours=ours, note=note)
+
+
+def _rollouts(name: str, *ours: str, note: str = "") -> ForeignName:
+    return ForeignName(library="rollouts", name=name, ours=ours, note=note)
+
+
+_PART = "a part of `ExecutorParts`, which `build_executor` takes (docs/async.md)"
+
+
+def _retrain(name: str, *ours: str, note: str = "") -> ForeignName:
+    return ForeignName(library="retrain", name=name, ours=ours, note=note)
+
+
+def _signal(name: str, *ours: str, note: str = "") -> ForeignName:
+    return ForeignName(library="Signal", name=name, ours=ours, note=note)
+
+
+_STORED = (
+    "no key: every step is one transaction of the run's data buffer, rollouts and numbers together "
+    "(docs/run-folder.md); rl.save says which episodes are kept"
+)
+_CLIENT = "no key: the client is the public tinker SDK (docs/tinker.md), whose every request is a future"
+NO_KEY = "no key: "  # begins the note of a setting that has no counterpart
 _OPTIMIZERS = ("sft.optimizer", "dpo.optimizer", "reward_model.optimizer", "rl.optimizer")
 _BATCHES = ("sft.batch_size", "dpo.batch_size", "reward_model.batch_size", "rl.groups")
 _MICRO = (
@@ -47,6 +86,7 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     _trl("output_dir", "run.folder", note="a run makes a folder of its own in it"),
     _trl("run_name", "run.name"),
     _trl("max_steps", "sft.steps", "dpo.steps", "reward_model.steps", "rl.steps"),
+    _trl("num_train_epochs", "sft.epochs", "dpo.epochs", "reward_model.epochs", "rl.epochs"),
     _trl("per_device_train_batch_size", *_BATCHES, note="of one update, on all devices together"),
     _trl("train_batch_size", *_BATCHES, note="of one update, on all devices together"),
     _trl("gradient_accumulation_steps", *_MICRO, note=_IN_TOKENS),
@@ -69,12 +109,22 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     _trl("lora_r", "model.lora.rank"),
     _trl("lora_alpha", "model.lora.alpha"),
     _trl("lora_target_modules", "model.lora.targets"),
+    _trl("use_rslora", "model.lora.rslora"),
     _trl("use_peft", "model.lora"),
+    _trl("chat_template_path", "model.chat_template"),
+    _trl("chat_template_kwargs", "model.template_options"),
+    _trl("dataset_config", "sft.sources[].subset", "dpo.sources[].subset", "rl.tasks.subset"),
+    _trl("dataset_train_split", "sft.sources[].split", "dpo.sources[].split", "rl.tasks.split"),
     _trl("use_vllm", 'engine.type = "vllm"'),
     _trl("train_dataset", "sft.sources", "dpo.sources", "reward_model.sources", "rl.tasks"),
     _trl("eval_dataset", "sft.held_out", "dpo.held_out", "reward_model.held_out", "eval.source"),
     _trl("dataset_name", "sft.sources[].path", "dpo.sources[].path", "reward_model.sources[].path", "rl.tasks.path"),
     _trl("packing", *_MICRO, note="sequences are always packed, up to so many tokens"),
+    _trl("assistant_only_loss", "sft.sources", note="only the assistant's messages are ever trained"),
+    _trl("completion_only_loss", "sft.sources", note="only the assistant's messages are ever trained"),
+    _trl("warmup_ratio", *_optimizer("schedule.warmup_steps"), note="a number of steps"),
+    _trl("logging_steps", "run.log_every", note="metrics.jsonl has every step all the same"),
+    _trl("attn_implementation", "model.device", note="attention is chosen by it; headrace doctor says which"),
     # --- TRL: GRPO and RLOO
     _trl("num_generations", "rl.group_size"),
     _trl("generation_batch_size", "rl.groups", "rl.minibatches"),
@@ -159,6 +209,7 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     _verl("data.max_response_length", "rl.sampling.max_tokens"),
     _verl("data.prompt_key", "rl.tasks.columns"),
     _verl("trainer.total_training_steps", "rl.steps", "sft.steps"),
+    _verl("trainer.total_epochs", "rl.epochs", "sft.epochs"),
     _verl("trainer.save_freq", "checkpoint.every"),
     _verl("trainer.test_freq", "eval.every"),
     _verl("trainer.logger", "metrics.sinks"),
@@ -167,6 +218,137 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     _verl("trainer.default_local_dir", "run.folder"),
     _verl("trainer.n_gpus_per_node", "cluster.ranks"),
     _verl("trainer.resume_mode", note="headrace train FILE --resume"),
+    # --- Axolotl
+    _axolotl("base_model", "model.path"),
+    _axolotl("datasets", "sft.sources", "dpo.sources", "reward_model.sources"),
+    _axolotl("sequence_len", "sft.max_tokens", "dpo.max_tokens", "reward_model.max_tokens", "rl.max_episode_tokens"),
+    _axolotl("sample_packing", *_MICRO, note="sequences are always packed, up to so many tokens"),
+    _axolotl("num_epochs", "sft.epochs", "dpo.epochs", "reward_model.epochs", "rl.epochs"),
+    _axolotl("micro_batch_size", *_MICRO, note=_IN_TOKENS),
+    _axolotl("val_set_size", "sft.held_out", "dpo.held_out", "reward_model.held_out", note="a source of its own"),
+    _axolotl("lora_target_linear", 'model.lora.targets = "all-linear"'),
+    _axolotl("wandb_project", "metrics.wandb.project", note='with metrics.sinks = ["wandb"]'),
+    _axolotl("chat_template", "model.chat_template"),
+    _axolotl("adapter", "model.lora", note='"lora": write the table; without it all weights are trained'),
+    _axolotl("lr_scheduler", *_optimizer("schedule.type")),
+    _axolotl("saves_per_epoch", "checkpoint.every", note="a number of steps"),
+    _axolotl("evals_per_epoch", "eval.every", note="a number of steps"),
+    _axolotl("test_datasets", "sft.held_out", "dpo.held_out", "reward_model.held_out"),
+    _axolotl("roles_to_train", "sft.sources", note="the assistant's messages, each with a `weight` if you like"),
+    _axolotl("flash_attention", "model.device", note="attention is chosen by it; headrace doctor says which"),
+    _axolotl("auto_resume_from_checkpoints", note="headrace train FILE --resume"),
+    # --- Tinker: the SDK's calls, and settings of its cookbook
+    _tinker("TINKER_BASE_URL", "model.service", note="the SDK itself works unmodified at a `headrace serve`"),
+    _tinker("TINKER_API_KEY", "model.service_key_env"),
+    _tinker("model_name", "model.path"),
+    _tinker("create_lora_training_client", "model.lora.rank", "model.lora.alpha", note="alpha is 32 unless set"),
+    _tinker("lora_rank", "model.lora.rank"),
+    _tinker("forward_backward", "rl.loss", note="losses of the SDK and all of docs/objectives.md"),
+    _tinker("importance_sampling", 'rl.loss = "importance_sampling"'),
+    _tinker("loss_fn_config", "rl.loss_params", note="clip_high is the distance from 1, not the bound"),
+    _tinker("optim_step", *_optimizer("learning_rate")),
+    _tinker("grad_clip_norm", *_optimizer("clip_norm")),
+    _tinker("save_weights_and_get_sampling_client", "rl.sync_every", note="steps between two publishes; 1 unless set"),
+    _tinker("save_state", "checkpoint.every"),
+    _tinker("load_checkpoint_path", "model.path", note="or headrace train FILE --resume, to go on with a run"),
+    _tinker("dataset_builder", "sft.sources", "rl.tasks"),
+    _tinker("groups_per_batch", "rl.groups"),
+    _tinker("num_substeps", "rl.minibatches"),
+    _tinker("kl_penalty_coef", 'rl.loss = "ppo + reference_kl_k3"', "rl.loss_params", note="kl_coef is its number"),
+    _tinker("remove_constant_reward_groups", "rl.filters", note='{ fn = "reward_spread" }'),
+    _tinker("max_steps_off_policy", "rl.async.max_staleness"),
+    _tinker("renderer_name", "model.chat_template", note="the model's own template unless set"),
+    _tinker("lr_schedule", *_optimizer("schedule.type")),
+    _tinker("evaluator_builders", "eval.source"),
+    _tinker("eval_every", "eval.every"),
+    _tinker("save_every", "checkpoint.every"),
+    _tinker("log_path", "run.folder"),
+    _tinker("wandb_name", "run.name"),
+    # --- AReaL: segment-wise decoupled PPO
+    _areal("enable_segment_wise_ppo", 'rl.algorithm = "segment_wise_ppo"', note="one switch for loss, lag and weights"),
+    _areal("max_head_offpolicyness", "rl.async.max_staleness"),
+    _areal("max_concurrent_rollouts", "rl.async.max_running", note="groups, not episodes"),
+    _areal("register_capacity_modifier", "rl.async.limits", note="in code: `RolloutExecutor.register_limit`"),
+    _areal("capacity_modifiers", "rl.async.limits", note="they can only lower capacity"),
+    _areal("filtered_capacity_modifier", "rl.filters", note="a rejected group gives its place back at once"),
+    _areal("output_queue", note="`ready`, " + _PART),
+    _areal("result_cache", "rl.async.replay_groups", note="in code `replay`, " + _PART),
+    _areal("proximal_recomputer", 'rl.async.behaviour_weight = "one_step"', note="in code `scorer`, " + _PART),
+    _areal("staleness_strategy", "rl.async.stale_action", note="in code `policy`, " + _PART),
+    _areal("consumer_batch_size", "rl.groups"),
+    _areal("gconfig.n_samples", "rl.group_size"),
+    _areal("gconfig.max_new_tokens", "rl.sampling.max_tokens"),
+    _areal("use_decoupled_loss", 'rl.loss = "decoupled_ppo"'),
+    _areal("behav_imp_weight_cap", "rl.async.weight_cap"),
+    # --- reward-kit: rewards of steps, GiGPO
+    _reward_kit(
+        "state_hashing_function",
+        "rl.anchor",
+        note="how states are compared; file.py:function is one of the choices",
+    ),
+    _reward_kit(
+        "omega", "rl.credit_params", note="omega is its number: the weight of the step's part of the advantage"
+    ),
+    _reward_kit("EPISODES_PER_BATCH_GROUP", "rl.group_size"),
+    _reward_kit(
+        "reward_function", "rl.rewards", note="fn = file.py:function; the decorator is not needed, and is understood"
+    ),
+    _reward_kit(
+        "base_reward",
+        "rl.rewards[].default_step_reward",
+        note="base_reward of a StepOutput is read as it is; steps without one get this",
+    ),
+    _reward_kit(
+        "RLRolloutWorker", note="no key: [rl] plays its tasks; cluster.rollout_workers puts that into processes"
+    ),
+    # --- rollouts
+    _rollouts("baseline", 'rl.credit = "reinforce"', "rl.credit_params", note="{ baseline = 0.5 }"),
+    _rollouts("over_sampling_factor", "rl.async.oversampling"),
+    _rollouts("n_samples_per_prompt", "rl.group_size"),
+    _rollouts("checkpoint_every", "checkpoint.every"),
+    _rollouts("compute_advantages", "rl.credit", note="a name, or a function of your own: file.py:function"),
+    _rollouts("log_every", "run.log_every", note="metrics.jsonl has every step all the same"),
+    _rollouts("num_steps", "sft.steps", "rl.steps"),
+    _rollouts("sync_every", "rl.sync_every"),
+    _rollouts("reward_fn", "rl.rewards"),
+    _rollouts("filter_fn", "rl.filters"),
+    _rollouts("inference_engines", "engine.type", "engine.urls"),
+    _rollouts(
+        "source_checkpoint", "model.path", note="a checkpoint folder; to go on with a run: headrace train --resume"
+    ),
+    _rollouts("FSDPTrainingBackend", "cluster.ranks"),
+    # --- retrain: GRPO on Ray
+    _retrain("databuffer", note=_STORED),
+    _retrain("store_rollout_data", note=_STORED),
+    _retrain(
+        "num_gpus", "cluster.ranks", "cluster.engine_replicas", note="devices are given to roles, not to algorithms"
+    ),
+    _retrain("num_cpus", "cluster.rollout_workers", "cluster.reward_workers"),
+    _retrain("backend", "model.device", note="auto finds CUDA, then Apple's GPU, then the CPU"),
+    _retrain("mbridge", "cluster.ranks", note="there is no Megatron: models are sharded with FSDP2"),
+    _retrain("DRGRPO", 'rl.algorithm = "drgrpo"', note="GRPO and a discriminative loss; dr_grpo is another"),
+    # --- Signal: advanced features of a training service
+    _signal(
+        "SIGNAL_ENABLE_FUTURES", note="no key: every request is a future, always; .result() at once is the old way"
+    ),
+    _signal("enable_futures", note="no key: every request is a future, always; .result() at once is the old way"),
+    _signal("AsyncTrainingClientV2", note=_CLIENT),
+    _signal("FutureGroup", note=_CLIENT + "; gather several with asyncio.gather"),
+    _signal("reward_modeling_loss", "reward_model.sources", note='at a service: the loss "bradley_terry"'),
+    _signal("compute_gae", 'rl.credit = "token_gae"', note="with a table [rl.critic]"),
+    _signal("loss_kwargs", "rl.loss_params", note="at a service: loss_fn_config"),
+    _signal("loss_fn", "rl.loss"),
+    _signal("use_gae", 'rl.algorithm = "ppo"', note="at a service: gae_gamma and gae_lambda in loss_fn_config"),
+    _signal("gae_lambda", "rl.critic.lam", note="at a service: the same name in loss_fn_config"),
+    _signal(
+        "old_log_probs",
+        note="no key: they are recorded when tokens are sampled (sampler_logprobs); at a service: the input logprobs",
+    ),
+    _signal("reference_model", "rl.reference", note="at a service: the same name in loss_fn_config"),
+    _signal(
+        "modal_runtime",
+        note="no key: it runs on your own hardware, one machine or a Ray cluster; there is no hosted provider",
+    ),
 )
 _BY_NAME: Mapping[str, ForeignName] = {entry.name: entry for entry in reversed(FOREIGN_NAMES)}
 
@@ -181,7 +363,7 @@ def foreign_hint(key: str, value: Any) -> str | None:
     >>> foreign_hint("actor_rollout_ref", {"rollout": {"n": 8}})
     "'actor_rollout_ref.rollout.n' is verl's name; write 'rl.group_size'"
     """
-    for dotted in _leaves(key, value):
+    for dotted in dict.fromkeys((*_leaves(key, value), key)):
         parts = dotted.split(".")
         for start in range(len(parts)):
             entry = _BY_NAME.get(".".join(parts[start:]))
@@ -201,8 +383,10 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 def _instead(entry: ForeignName, table: str) -> str:
     """Name our keys: those of the table that the unknown key is in, if there are any, else all."""
+    if not entry.ours and entry.note.startswith(NO_KEY):
+        return f"there is no such key here: {entry.note.removeprefix(NO_KEY)}"
     if not entry.ours:
-        return f"write  {entry.note}"
+        return f"write  {entry.note}" if entry.note.startswith("headrace ") else f"here it is {entry.note}"
     fitting = [ours for ours in entry.ours if ours.partition(".")[0] == table] or list(entry.ours)
     note = f" ({entry.note})" if entry.note else ""
     return f"write {' or '.join(_quoted(ours) for ours in fitting)}{note}"
@@ -215,10 +399,12 @@ def _quoted(ours: str) -> str:
 def names_page() -> str:
     """Return docs/names.md."""
     lines = [
-        "# Names of TRL and verl",
+        "# Names of other libraries",
         "",
-        "What their settings are called here. A file that has one of these names is answered with ours. Where several",
-        "keys stand in a row, each is of its own stage. Written by `docs/make_names.py`.",
+        "What settings of TRL, verl, Axolotl, Tinker, AReaL, reward-kit, rollouts, retrain and Signal are called here.",
+        "A file that has one of these names is answered with ours. Where several keys stand in a row, each is of its",
+        "own stage. A row without a key says what takes the setting's place, or why there is none. Metrics have a",
+        "table of their own in [metrics.md](metrics.md). Written by `docs/make_names.py`.",
     ]
     for library in dict.fromkeys(entry.library for entry in FOREIGN_NAMES):
         lines += ["", f"## {library}", "", f"| {library} | here | |", "|---|---|---|"]
@@ -226,4 +412,6 @@ def names_page() -> str:
             if entry.library == library:
                 ours = ", ".join(f"`{key}`" for key in entry.ours)
                 lines.append(f"| `{entry.name}` | {ours} | {entry.note} |")
+    lines += ["", "## What is not here", "", "Refused by name, with these words:", "", "| keys | |", "|---|---|"]
+    lines += [f"| {', '.join(f'`{name}`' for name in names)} | {words} |" for names, words in refused_names()]
     return "\n".join(lines) + "\n"

@@ -17,14 +17,16 @@ def toml_name(name: str) -> str:
 def keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, type, str]]:
     """Yield every key of the tree in order, as (dotted path, the class it is a field of, its name there).
 
-    A list of tables is written with []: `sft.sources[].path`.
+    A list of tables is written with []: `sft.sources[].path`; one that may also be a table is written as that.
     """
     for entry in fields(cls):
         path = f"{prefix}{toml_name(entry.name)}"
         yield path, cls, entry.name
-        inner, is_list = table_class(field_type(cls, entry.name))
+        annotation = field_type(cls, entry.name)
+        inner, is_list = table_class(annotation)
         if inner is not None:
-            yield from keys(inner, f"{path}[]." if is_list else f"{path}.")
+            may_be_table = typing.get_origin(annotation) is Annotated  # a table stands for a list of one
+            yield from keys(inner, f"{path}[]." if is_list and not may_be_table else f"{path}.")
 
 
 def field_type(cls: type, name: str) -> Any:
@@ -37,6 +39,8 @@ def field_type(cls: type, name: str) -> Any:
 
 def table_class(annotation: Any) -> tuple[type | None, bool]:
     """Return the dataclass of a table or of a list of tables (then True), else None."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
     is_list = typing.get_origin(annotation) is tuple
     inner = typing.get_args(annotation)[0] if is_list else annotation
     return (inner if is_dataclass(inner) and isinstance(inner, type) else None), is_list

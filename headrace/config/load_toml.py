@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from headrace.config.aliases import OLD_KEYS, new_key, old_names_in, use_new_names
 from headrace.config.foreign_names import foreign_hint
 from headrace.config.introspect import describe, field_type, keys, table_class, toml_name
-from headrace.config.presets import apply_preset
+from headrace.config.presets import algorithm_hint, apply_preset
 from headrace.config.refusals import refusal
-from headrace.config.schema import Config
+from headrace.config.schema import Config, RlConfig, SourceConfig, stages_of
 from headrace.errors import ConfigError
 from headrace.names import near_name
 
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 _SYNONYMS = {"eta": "max_staleness", "lr": "learning_rate"} | {
     old.rpartition(".")[2]: new.rpartition(".")[2] for old, new in OLD_KEYS.items()
 }
+
+_ARGUMENTS = ("kwargs", "options", "params", "args", "arguments")  # what tables call the arguments of their function
 
 
 def load_config(
@@ -62,9 +64,14 @@ def load_config(
         if isinstance(rl := tree.get("rl"), dict):
             tree["rl"] = apply_preset({**rl_defaults(rl), **rl})
         try:
-            return TypeAdapter(Config).validate_python(tree)
+            config = TypeAdapter(Config).validate_python(tree)
         except ValidationError as exc:
             raise _Wrong(*_first_problem(exc, tree)) from exc
+        for name, stage in stages_of(config).items():
+            if stage.steps is None and stage.epochs is None:
+                instead = f"write a whole number above 0, or '{name}.epochs', passes over the data"
+                raise _Wrong((name, "steps"), f"'{name}.steps' is missing; {instead}")
+        return config
     except _Wrong as wrong:
         raise ConfigError(f"{_origin(wrong.path, file, overrides)}: {wrong.sentence}") from wrong.__cause__
 
@@ -79,7 +86,10 @@ def to_mapping(config: Config) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
         entries = {toml_name(entry.name): getattr(value, entry.name) for entry in fields(value)}
-        return {name: _plain(item) for name, item in entries.items() if item is not None and item != {}}
+        table = {name: _plain(item) for name, item in entries.items() if item is not None and item != {}}
+        if isinstance(value, RlConfig) and len(value.tasks) == 1:  # as most files write it
+            table["tasks"] = table["tasks"][0]
+        return table
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -114,8 +124,6 @@ def _override_key(override: str) -> str:
     return ".".join(toml_name(part) if parts[:position] == ["rl"] else part for position, part in enumerate(parts))
 
 
-# keys of other libraries that ask for adapters over a quantised base model
-_FOUR_BIT = {"qlora", "load_in_4bit", "load_in_8bit", "quantization", "quantization_config", "bnb_4bit_quant_type"}
 KeyPath = tuple[str | int, ...]
 
 
@@ -212,11 +220,6 @@ def _nearest_key(path: KeyPath) -> str:
     """Say what to write in place of an unknown key: a key of this name in another table, one spelt like it in the same
     table, or all keys of the table. Old names count, and are answered with the new ones."""
     name = str(path[-1])
-    if name.lower() in _FOUR_BIT:
-        return (
-            "a base model in 4 or 8 bits (QLoRA) cannot be trained here: leave it out, and train adapters over the "
-            "full weights with [model.lora]"
-        )
     cls: type = Config
     for part in path[:-1]:
         if isinstance(part, str):
@@ -226,13 +229,23 @@ def _nearest_key(path: KeyPath) -> str:
     neighbours = {toml_name(entry.name): _dotted((*path[:-1], entry.name)) for entry in fields(cls)}
     meant = _SYNONYMS.get(name, name)
     dotted = re.sub(r"\[\d+\]", "[]", _dotted((*path[:-1], meant)))
+    if name in _ARGUMENTS and (own := [neighbours[word] for word in _ARGUMENTS if word in neighbours]):
+        return f"did you mean '{own[0]}'?"
     namesakes = [key for key, _, last in keys() if last == meant]
+    if len(path) > 2:  # in a table of a table: what has the same name elsewhere is another thing
+        parent = dotted.rpartition(".")[0]
+        namesakes = [key for key in namesakes if _is_around(key.rpartition(".")[0], parent)]
     if namesakes:
         return f"did you mean '{max(namesakes, key=lambda key: SequenceMatcher(None, dotted, key).ratio())}'?"
     spellings = old_names_in(_dotted(path[:-1])) | neighbours
     if (close := near_name(name, spellings)) is not None:
         return f"did you mean '{spellings[close]}'?"
     return f"the keys there are {', '.join(neighbours)}"
+
+
+def _is_around(table: str, other: str) -> bool:
+    """Tell whether one of two tables is the other, or holds it."""
+    return table == other or table.startswith(f"{other}.") or other.startswith(f"{table}.")
 
 
 def _first_problem(exc: ValidationError, tree: dict[str, Any]) -> tuple[KeyPath, str]:
@@ -243,14 +256,24 @@ def _first_problem(exc: ValidationError, tree: dict[str, Any]) -> tuple[KeyPath,
         return path, f"'{_dotted(path)}' is missing; write {describe(annotation)}"
     if refused := refusal(_dotted(path), "", value):
         return path, refused
-    return path, f"'{_dotted(path)}' must be {describe(annotation)}, but it is {_shorten(value)}"
+    hint = algorithm_hint(value) if path == ("rl", "algorithm") else None
+    wrong = f"'{_dotted(path)}' must be {describe(annotation)}, but it is {_shorten(value)}"
+    return path, wrong if hint is None else f"{wrong}; {hint}"
 
 
 def _locate(loc: KeyPath, tree: dict[str, Any]) -> tuple[KeyPath, Any, Any]:
     """Return the longest part of pydantic's location that is a path of ours, with its annotation and its value."""
-    annotation: Any = Config
-    value: Any = tree
+    if loc[:3] == ("rl", "tasks", 0) and isinstance(table := tree["rl"]["tasks"], dict):  # it stands for a list of one
+        path, annotation, value = _locate_in(SourceConfig, table, loc[3:])
+        return ("rl", "tasks", *path), annotation, value
+    return _locate_in(Config, tree, loc)
+
+
+def _locate_in(annotation: Any, value: Any, loc: KeyPath) -> tuple[KeyPath, Any, Any]:
+    """Follow a location from a table or a list on."""
     for depth, part in enumerate(loc):
+        if typing.get_origin(annotation) is typing.Annotated and table_class(annotation)[1]:
+            annotation = typing.get_args(annotation)[0]
         if is_dataclass(annotation) and isinstance(annotation, type) and isinstance(value, dict):
             annotation, value = field_type(annotation, str(part)), value.get(str(part))
         elif isinstance(part, int) and typing.get_origin(annotation) is tuple and isinstance(value, list):

@@ -34,7 +34,23 @@ def find_path(path: str, base: Path) -> Path | None:
 
 def term_name(term: RewardTermConfig) -> str:
     """Return the name of a reward term and its metric: `name`, else that of the function, or of its file or folder."""
+    if is_url(term.fn):
+        return term.name or term.fn.rstrip("/").rpartition("/")[2]
     return term.name or (Path(term.fn).stem if is_code_path(term.fn) else term.fn.rpartition(":")[2])
+
+
+def remote_reward(term: RewardTermConfig) -> str | None:
+    """Return the URL of a reward that a server computes, http://HOST:PORT/NAME; None: it is computed here."""
+    if is_url(term.fn):
+        return term.fn
+    return term.path if term.fn == "reward_model" and term.path is not None and is_url(term.path) else None
+
+
+def task_sources(rl: RlConfig) -> list[tuple[str, SourceConfig]]:
+    """Return the sources of tasks with their keys: "rl.tasks" if there is one, else "rl.tasks[0]" and so on."""
+    if len(rl.tasks) == 1:
+        return [("rl.tasks", rl.tasks[0])]
+    return [(f"rl.tasks[{number}]", source) for number, source in enumerate(rl.tasks)]
 
 
 def is_url(path: str) -> bool:
@@ -180,6 +196,8 @@ def _critic(critic: CriticConfig, locate: Locate) -> CriticConfig:
 
 
 def _term(term: RewardTermConfig, key: str, locate: Locate) -> RewardTermConfig:
+    if remote_reward(term) is not None:
+        return term
     where = f"{key}.fn"
     fn = locate(where, term.fn) if is_code_path(term.fn) else _function(term.fn, where, locate)
     return replace(term, fn=fn, path=None if term.path is None else locate(f"{key}.path", term.path))
@@ -189,7 +207,7 @@ def _rl(rl: RlConfig, locate: Locate) -> RlConfig:
     terms = split_sum(rl.loss)
     return replace(
         rl,
-        tasks=_source(rl.tasks, "rl.tasks", locate),
+        tasks=tuple(_source(source, key, locate) for key, source in task_sources(rl)),
         loss=" + ".join(
             _function(term, "rl.loss" if len(terms) == 1 else f"rl.loss[{number}]", locate)
             for number, term in enumerate(terms)
@@ -197,6 +215,7 @@ def _rl(rl: RlConfig, locate: Locate) -> RlConfig:
         reference=None if rl.reference is None else locate("rl.reference", rl.reference),
         teacher=None if rl.teacher is None else locate("rl.teacher", rl.teacher),
         critic=None if rl.critic is None else _critic(rl.critic, locate),
+        credit=_function(rl.credit, "rl.credit", locate),
         anchor=_function(rl.anchor, "rl.anchor", locate),
         generate_fn=None if rl.generate_fn is None else _function(rl.generate_fn, "rl.generate_fn", locate),
         program=None if rl.program is None else _function(rl.program, "rl.program", locate),
@@ -214,6 +233,11 @@ def _rl(rl: RlConfig, locate: Locate) -> RlConfig:
             for number, item in enumerate(rl.filters)
         ),
         asynchronous=replace(
-            rl.asynchronous, select_score=_function(rl.asynchronous.select_score, "rl.async.select_score", locate)
+            rl.asynchronous,
+            select_score=_function(rl.asynchronous.select_score, "rl.async.select_score", locate),
+            limits=tuple(
+                _function(limit, f"rl.async.limits[{number}]", locate)
+                for number, limit in enumerate(rl.asynchronous.limits)
+            ),
         ),
     )

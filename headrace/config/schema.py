@@ -6,7 +6,7 @@ The comment behind a field (or on the line above it) is its entry in the table o
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 STRICT = ConfigDict(extra="forbid", strict=False)  # lists become tuples; numbers, flags and text are strict by type
@@ -43,10 +43,14 @@ class RunConfig:
     folder: str = "runs"  # where run folders are made, relative to the current folder
     seed: Seed = 0  # seeds everything random in the run
     tensorboard: Flag = True  # written when the package is installed
+    # steps between two lines of progress and two records in TensorBoard and metrics.sinks; metrics.jsonl has all steps
+    log_every: Positive = 1
     deterministic: Flag = False  # cuda: the same bits in every run of a synchronous configuration, at some speed
     stall_warn_s: PositiveFloat = 300.0  # what makes no progress for so long is told in the log, with all stacks
     # what makes no progress for so long ends the run with code 75, to be resumed; 0: never
     stall_end_s: NonNegativeFloat = 3600.0
+    # rl: a run whose advantages were all 0 in so many training steps in a row ends with the cause, code 1; 0: never
+    stop_without_signal: NonNegative = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -79,6 +83,7 @@ class TinyModelConfig:
     heads: Positive = 4  # a multiple of `kv_heads`
     kv_heads: Positive = 2  # heads of keys and values
     context: Positive = 512  # longest sequence in tokens
+    words: tuple[Text, ...] = ()  # further words of its tokenizer, besides those of built-in environments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -91,12 +96,14 @@ class ModelConfig:
 
     # a model folder, a checkpoint, "owner/name[@revision]" of the hub, "smollm2-135m", "tiny"; `eval`: "openai:NAME"
     path: str = "tiny"
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else cpu
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else mps, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
     lora: LoraConfig | None = None  # train low-rank adapters in place of all parameters
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)  # the shape of path = "tiny"
     # keep only each layer's input for the backward pass: less memory, a quarter more time; auto: on cuda, if needed
     recompute: FlagOrAuto = "auto"
+    # of a mixture of experts: how much the auxiliary loss that balances experts counts in every update; 0: not at all
+    router_aux_loss: NonNegativeFloat = 0.0
     compile: Flag = False  # cuda: train layers through torch.compile, for models without fused kernels; 20 s once
     trust_remote_code: Flag = False  # run Python code in the model's folder
     chat_template: Text | None = None  # a Jinja file, or its text, in place of the tokenizer's; saved with checkpoints
@@ -137,8 +144,10 @@ class EngineConfig:
     type: Literal["embedded", "generate", "vllm", "sglang"] = "embedded"
     urls: tuple[Text, ...] = ()  # vllm, sglang: servers that run already, and serve this run only
     launch: LaunchConfig | None = None  # vllm, sglang: start servers here
-    # vllm, sglang: where weights are written for the servers; unset: the RAM disk /dev/shm
+    # where weights are written for servers and engine replicas; unset: the RAM disk /dev/shm
     sync_folder: Text | None = None
+    # vllm, sglang: how servers get new weights: from a folder, by broadcast over gloo or NCCL, or by CUDA IPC
+    sync: Literal["folder", "broadcast", "ipc"] = "folder"
     max_num_seqs: Positive = 32  # sequences that are decoded together
     kv_tokens: Positive | None = None  # positions in the KV cache; unset: twice `max_num_seqs` of the longest sequences
     prefill_chunk_tokens: Positive = 128  # long prompts are read in chunks of this size
@@ -157,12 +166,13 @@ class SourceConfig:
 
     Which keys count depends on `type`. "env": `name` of an environment, `size` tasks from `seed`, its `options`;
     "jsonl", "parquet", "dataset": `path` and `columns`; "hub": those, `subset` and `split`; "reasoning_gym": `name`,
-    `size`, `seed`, `options`; "python": `path` and `options`, the arguments of the function; "task": `path`.
+    `size`, `seed`, `options`; "python": `path` and `options`, the arguments of the function; "task": `path`;
+    "harbor": `path` and `options`.
     """
 
     # "env": an environment by name; "dataset": a folder of `datasets.save_to_disk`; "hub": a dataset of the hub
-    type: Literal["env", "jsonl", "parquet", "hub", "dataset", "reasoning_gym", "python", "task"]
-    # jsonl, parquet, dataset, task: the file or folder; hub: "owner/name[@revision]"; python: "file.py:function"
+    type: Literal["env", "jsonl", "parquet", "hub", "dataset", "reasoning_gym", "python", "task", "harbor"]
+    # hub: "owner/name[@revision]"; python: "file.py:function"; else the file or folder
     path: str | None = None
     subset: Text | None = None  # hub: which configuration of the dataset; unset: the only one
     split: Text | None = None  # hub: which split; unset: the only one
@@ -175,6 +185,18 @@ class SourceConfig:
     options: dict[str, Any] = field(default_factory=dict)  # passed to the environment or the reasoning-gym dataset
     system: str | None = None  # put before every conversation that has no system message
     env: str | None = None  # "file.py:Class": an environment of your own that plays these tasks (docs/environments.md)
+    # rl.tasks: draw by weight p(1 - p), p the success rate of a task's last 16 episodes; unset: one after another
+    curriculum: Literal["success_rate"] | None = None
+
+
+def _as_tuple(value: Any) -> Any:
+    """Make a list of one out of a single table."""
+    return (value,) if isinstance(value, dict | SourceConfig) else value
+
+
+TaskSources = Annotated[
+    tuple[SourceConfig, ...], Field(description="a table, or a list of tables"), BeforeValidator(_as_tuple)
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
@@ -205,7 +227,8 @@ class OptimizerConfig:
 class SftConfig:
     """Supervised fine-tuning on conversations."""
 
-    steps: Positive  # optimiser updates
+    steps: Positive | None = None  # optimiser updates; this or `epochs`
+    epochs: PositiveFloat | None = None  # passes over the data, all sources together; the steps follow from its rows
     batch_size: Positive = 32  # conversations of one update
     sources: tuple[SourceConfig, ...]  # conversations, mixed by their weights
     held_out: SourceConfig | None = None  # conversations whose loss is reported with every evaluation
@@ -218,7 +241,8 @@ class SftConfig:
 class DpoConfig:
     """Learning from preferences without a reward model, on the model that [sft] trained."""
 
-    steps: Positive  # optimiser updates
+    steps: Positive | None = None  # optimiser updates; this or `epochs`
+    epochs: PositiveFloat | None = None  # passes over the data, all sources together; the steps follow from its rows
     batch_size: Positive = 32  # pairs (kto: labelled replies) of one update
     # pairs (columns prompt, chosen, rejected), for kto also labelled replies (prompt, completion, label)
     sources: tuple[SourceConfig, ...]
@@ -245,7 +269,8 @@ class DpoConfig:
 class RewardModelConfig:
     """A reward model: a scalar head on the model that [sft] trained, trained on preference pairs."""
 
-    steps: Positive  # optimiser updates
+    steps: Positive | None = None  # optimiser updates; this or `epochs`
+    epochs: PositiveFloat | None = None  # passes over the data, all sources together; the steps follow from its rows
     batch_size: Positive = 32  # pairs of one update
     sources: tuple[SourceConfig, ...]  # pairs (columns prompt, chosen, rejected, margin), mixed by their weights
     held_out: SourceConfig | None = None  # pairs on which its accuracy is reported with every evaluation
@@ -260,9 +285,9 @@ class RewardTermConfig:
     """A term of the reward: a built-in reward or a user's function, with its weight."""
 
     # env, exact_match, math, final_number, choice, code, json_schema, regex, format, length, judge, reward_model,
-    # reasoning_gym, valid_actions, or "file.py:function"
+    # reasoning_gym, valid_actions, "file.py:function", or http://HOST:PORT/NAME of a headrace serve --reference
     fn: str
-    # reward_model: a saved one; unset: the one that [reward_model] trains; judge: a model sampled in this process
+    # reward_model: a saved one, or its URL; unset: the one of [reward_model]; judge: a model sampled in this process
     path: str | None = None
     weight: Real = 1.0  # factor in the total
     name: str | None = None  # of its metric; unset: that of the function
@@ -326,6 +351,8 @@ class AsyncConfig:
     select: Literal["first", "best"] = "first"
     # select "best": "reward_spread", "mean_reward", or "file.py:function" of a group
     select_score: str = "reward_spread"
+    # "file.py:function", called with the counts of groups: how many more may start; the smallest number counts
+    limits: tuple[Text, ...] = ()
     replay_groups: NonNegative = 0  # groups of earlier batches, no older than `max_staleness`, added to every batch
     slow_wait_s: PositiveFloat = 60.0  # how long new weights wait for a task that was dropped as stale twice
     task_timeout_s: PositiveFloat = 600.0  # an episode that takes longer fails
@@ -398,11 +425,12 @@ class RlConfig:
     """Reinforcement learning: a training step takes `groups` groups of `group_size` episodes and makes `minibatches`
     optimiser updates."""
 
-    steps: Positive  # training steps
+    steps: Positive | None = None  # training steps; this or `epochs`
+    epochs: PositiveFloat | None = None  # passes over the data, all sources together; the steps follow from its rows
     groups: Positive = 8  # tasks of one training step; a multiple of `minibatches`
     group_size: Positive = 8  # episodes of one task
     minibatches: Positive = 1  # optimiser updates of one training step
-    tasks: SourceConfig  # what episodes start from
+    tasks: TaskSources  # what episodes start from; several sources are mixed by their weights
     rewards: tuple[RewardTermConfig, ...] = (
         RewardTermConfig(fn="env"),
     )  # summed with their weights; unset: what the environment gives
@@ -423,8 +451,26 @@ class RlConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # how turns are sampled
     allow_truncated_sampling: Flag = False  # permit top_p, top_k and min_p, which bias the loss
     # a short name for a credit method, a loss, a weighting and more (docs/objectives.md); keys that the file sets win
-    algorithm: Literal["grpo", "dapo", "dr_grpo", "rloo", "reinforce_pp", "gspo", "cispo", "gigpo", "ppo"] | None = None
-    credit: str = "grpo"  # grpo, dr_grpo, rloo, gigpo and more (docs/objectives.md); token_gae, turn_gae: with a critic
+    algorithm: (
+        Literal[
+            "grpo",
+            "dapo",
+            "dr_grpo",
+            "rloo",
+            "reinforce_pp",
+            "gspo",
+            "cispo",
+            "gigpo",
+            "ppo",
+            "segment_wise_ppo",
+            "drgrpo",
+            "enhanced_ppo",
+            "conservative_ppo",
+        ]
+        | None
+    ) = None
+    # grpo, dr_grpo, rloo, gigpo and more (docs/objectives.md); token_gae, turn_gae: with a critic; "file.py:function"
+    credit: str = "grpo"
     credit_params: dict[str, Real | str] = field(default_factory=dict)  # of the credit method, such as gamma and norm
     # what identifies a state: "state" (the environment's key), "observation", "auto" (either), or "file.py:function"
     anchor: str = "auto"
@@ -433,6 +479,8 @@ class RlConfig:
     loss_params: dict[str, Real] = field(default_factory=dict)  # numbers of the loss, such as clip_low
     # TRL's loss_type: token_mean, token_sum, sequence_mean, seq_mean_token_sum, prompt_mean, constant
     weighting: str = "token_mean"
+    # of a mixture of experts: train tokens with the experts that sampled them, or with those the router chooses now
+    routing: Literal["replay", "free"] = "replay"
     weighting_constant: PositiveFloat | None = None  # weighting "constant" divides by it; unset: max_episode_tokens
     kl_limit: PositiveFloat | None = None  # largest mean KL per token to the policy at the start of the step
     # beyond `kl_limit`: drop the step's other minibatches, or scale the update back to the limit
@@ -462,7 +510,8 @@ class TeacherConfig:
 class DistillConfig:
     """On-policy distillation: the student plays, and learns what a teacher would have written at every token."""
 
-    steps: Positive  # optimiser updates
+    steps: Positive | None = None  # optimiser updates; this or `epochs`
+    epochs: PositiveFloat | None = None  # passes over the data, all sources together; the steps follow from its rows
     batch_size: Positive = 64  # episodes of one update
     teachers: tuple[TeacherConfig, ...]  # each with its tasks
     # reverse: KL(student, teacher), which keeps to what the teacher finds likely; forward: KL(teacher, student)
@@ -509,6 +558,22 @@ class WandbConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class TrackioConfig:
+    """Trackio, on this machine or in a Hugging Face Space."""
+
+    project: Text = "headrace"  # where Trackio lists the run
+    space_id: str = ""  # "owner/name" of a Space; empty: on this machine, for  trackio show
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
+class MlflowConfig:
+    """An MLflow tracking server or store."""
+
+    experiment: Text = "headrace"  # where MLflow lists the run
+    tracking_uri: str = ""  # of a server or store; empty: MLFLOW_TRACKING_URI, or MLflow's own default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=STRICT)
 class PrometheusConfig:
     """A scrape endpoint: GET /metrics without a key, so by default it listens on this machine alone."""
 
@@ -543,8 +608,10 @@ class MetricsConfig:
     """Metric sinks besides metrics.jsonl, and alerts. They do not change what is trained."""
 
     # a sink that is listed must work: its package is checked before training starts
-    sinks: tuple[Literal["tensorboard", "wandb", "prometheus", "datadog"], ...] = ()
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio", "mlflow", "prometheus", "datadog"], ...] = ()
     wandb: WandbConfig = field(default_factory=WandbConfig)  # sink "wandb"
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)  # sink "trackio"
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)  # sink "mlflow"
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)  # sink "prometheus"
     datadog: DatadogConfig = field(default_factory=DatadogConfig)  # sink "datadog"
     alerts: tuple[AlertConfig, ...] = ()  # thresholds
@@ -555,10 +622,13 @@ class ClusterConfig:
     """Processes besides the one of the run. They change nothing that is trained, but the order of sums over ranks."""
 
     ranks: Positive = 1  # processes that the model is sharded over, each with a GPU of its own on cuda
+    engine_replicas: NonNegative = 0  # embedded engines in processes, or servers that Ray places; 0: the run's own
+    colocate: Flag = False  # trainer and inference servers use the same GPUs in turns (docs/engines.md)
     # of Ray: "local" starts one on this machine for this run, "auto" finds the one that runs here; empty: no cluster
     address: str = ""
     rollout_workers: NonNegative | None = None  # that play groups; unset: 2 if there is an address; 0: the run plays
     reward_workers: NonNegative = 0  # that score groups; 0: the run scores
+    reference_workers: NonNegative = 0  # that score with the reference and the teacher; 0: the run does
     deadline_s: PositiveFloat = 600.0  # of every wait for a process: its place, its start, a sign of progress
 
 
@@ -580,3 +650,24 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)  # when they are written and which are kept
     metrics: MetricsConfig = field(default_factory=MetricsConfig)  # sinks besides metrics.jsonl, and alerts
     cluster: ClusterConfig = field(default_factory=ClusterConfig)  # processes besides the one of the run
+
+
+Stage = SftConfig | DistillConfig | DpoConfig | RewardModelConfig | RlConfig
+
+
+def stages_of(config: Config) -> dict[str, Stage]:
+    """Return the stages that a configuration has, by name, in their order."""
+    stages: dict[str, Stage | None] = {
+        "sft": config.sft,
+        "distill": config.distill,
+        "dpo": config.dpo,
+        "reward_model": config.reward_model,
+        "rl": config.rl,
+    }
+    return {name: stage for name, stage in stages.items() if stage is not None}
+
+
+def num_steps(stage: Stage) -> int:
+    """Return the steps of a stage whose epochs, if it had any, have been turned into steps."""
+    assert stage.steps is not None, "the epochs of this stage have not been turned into steps"
+    return stage.steps

@@ -4,6 +4,8 @@
 - `row_formats`: recognise OpenAI messages, ShareGPT, Alpaca, TRL's and verl's rows by their columns.
 - `task_rows`: turn rows into tasks.
 - `task_source`: give out tasks in an endless, seeded, resumable order; filter prompts.
+- `curriculum`: draw tasks by how uncertain their success is.
+- `task_mixture`: mix several sources of tasks by weight.
 - `conversations`: read conversations for SFT and mix several sets by weight.
 - `preferences`: read pairs of a chosen and a rejected conversation.
 - `demonstrations`: write conversations from episodes that a policy played.

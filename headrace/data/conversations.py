@@ -20,10 +20,11 @@ from headrace.types import Message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolConversation:
-    """A conversation in which tools were offered, which the chat template has to show."""
+    """A conversation in which tools were offered, which the chat template has to show, or whose turns have weights."""
 
     messages: tuple[Message, ...]
-    tools: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    weights: tuple[float, ...] = ()  # one for each message; none: all assistant turns count alike
 
 
 Conversation = tuple[Message, ...] | ToolConversation
@@ -34,6 +35,15 @@ def load_conversations(source: DataSource, *, base: Path | None = None) -> list[
     """Load the conversations of a source that has rows, in any of the formats of `row_formats`."""
     what = source.path or source.name or source.type
     return _conversations(read_rows(source, base=base), columns=source.columns, system=source.system, what=what)
+
+
+def first_conversation(source: DataSource, *, base: Path | None = None) -> Conversation:
+    """Load the conversation of the first row, and read no other."""
+    what = source.path or source.name or source.type
+    check_columns(source.columns)
+    for row in read_rows(source, base=base):
+        return _to_conversation(row, source.columns, source.system, FormatLog(what))
+    raise DataError(f"{what} has no rows: there is nothing to train on")
 
 
 def conversations_from_rows(
@@ -69,8 +79,11 @@ def _to_conversation(row: DataRow, columns: Mapping[str, str], system: str | Non
     assistant, and a column `tools` has the tools that were offered."""
     read = recognise(row, columns)
     messages, answer = with_system(read.messages, system), read.answer
+    written = _written_weights(row.columns[read.columns[0]])
+    written = [None] * (len(messages) - len(written)) + written  # a system message was put before them
     if answer is not None and messages[-1].role != "assistant":
         messages = (*messages, *parse_reply(row.columns[answer], row.place, answer))
+        written += _written_weights(row.columns[answer])
     else:
         answer = None
     if not any(message.role == "assistant" for message in messages):
@@ -82,8 +95,41 @@ def _to_conversation(row: DataRow, columns: Mapping[str, str], system: str | Non
     if messages[0].role == "assistant":
         raise DataError(f"{row.place}: the conversation starts with the assistant; put a user message before it")
     tools = row.columns.get("tools")
+    weights = _weights(messages, written, row.place)
     log.add(read.form, row, (*read.columns, answer, "tools"))
-    return ToolConversation(messages=messages, tools=_tools(tools, row.place)) if tools else messages
+    if not tools and not weights:
+        return messages
+    return ToolConversation(messages=messages, tools=_tools(tools, row.place) if tools else (), weights=weights)
+
+
+def _written_weights(value: Any) -> list[Any]:
+    """Return what the messages of a column have as `weight`; None for those that have none."""
+    if isinstance(value, str):
+        return [None]
+    return [message.get("weight") if isinstance(message, Mapping) else None for message in value]
+
+
+def _weights(messages: Sequence[Message], written: Sequence[Any], place: str) -> tuple[float, ...]:
+    """Check the weights of a conversation's messages: OpenAI's 0 and 1, or any number from 0 on.
+
+    Returns none if no message has one. Those of other messages than the assistant's may only be 0: they are not
+    trained.
+    """
+    assert len(written) == len(messages)
+    if all(weight is None for weight in written):
+        return ()
+    for number, (message, weight) in enumerate(zip(messages, written, strict=True)):
+        if weight is None:
+            continue
+        where = f"{place}: the weight of message {number} ({message.role})"
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise DataError(f"{where} must be a number of 0 or more, this is {weight!r}")
+        if weight and message.role != "assistant":
+            raise DataError(f"{where} is {weight:g}, but only the assistant's are trained: write 0, or leave it out")
+    weights = tuple(1.0 if weight is None else float(weight) for weight in written)
+    if not any(weight for message, weight in zip(messages, weights, strict=True) if message.role == "assistant"):
+        raise DataError(f"{place}: every assistant message has weight 0: nothing to learn from")
+    return weights
 
 
 def _tools(value: Any, place: str) -> tuple[Mapping[str, Any], ...]:
@@ -105,7 +151,10 @@ def messages_of(conversation: Conversation) -> tuple[Message, ...]:
 def with_system_message(conversation: Conversation, system: str | None) -> Conversation:
     """Put a system message before a conversation that has none."""
     messages = with_system(messages_of(conversation), system)
-    return replace(conversation, messages=messages) if isinstance(conversation, ToolConversation) else messages
+    if not isinstance(conversation, ToolConversation):
+        return messages
+    put_before = (1.0,) * (len(messages) - len(conversation.messages)) if conversation.weights else ()
+    return replace(conversation, messages=messages, weights=(*put_before, *conversation.weights))
 
 
 def prompt_of(conversation: Conversation) -> tuple[Message, ...]:
@@ -131,7 +180,7 @@ class ConversationMixture(Generic[Item]):
         if any(not (math.isfinite(weight) and weight > 0) for _, weight in parts):
             raise DataError("the weights of a mixture must be positive numbers")
         self._parts = tuple(items for items, _ in parts)
-        self._shares = _integer_shares([weight for _, weight in parts])
+        self._shares = integer_shares([weight for _, weight in parts])
         self._seed = seed
         self._fingerprint = fingerprint([(fingerprint(items), weight) for items, weight in parts])
         self._counts = [0] * len(parts)
@@ -144,12 +193,7 @@ class ConversationMixture(Generic[Item]):
 
     def next(self) -> Item:
         """Draw the next item."""
-        turn = sum(self._counts) + 1
-        total = sum(self._shares)
-        deficits = [
-            share * turn - count * total for share, count in zip(self._shares, self._counts, strict=True)
-        ]  # whole numbers: no rounding, however long the run
-        part = deficits.index(max(deficits))
+        part = most_owed(self._shares, self._counts)
         epoch, offset = divmod(self._counts[part], len(self._parts[part]))
         if self._orders[part][0] != epoch:
             self._orders[part] = self._order(part, epoch)
@@ -181,8 +225,17 @@ class ConversationMixture(Generic[Item]):
         return epoch, permutation(len(self._parts[part]), key=(self._seed, part), epoch=epoch)
 
 
-def _integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
+def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
     """Return whole numbers in exactly the weights' proportion; 0.1 means a tenth."""
     fractions = [Fraction(str(weight)) for weight in weights]
     denominator = math.lcm(*(fraction.denominator for fraction in fractions))
     return tuple(int(fraction * denominator) for fraction in fractions)
+
+
+def most_owed(shares: Sequence[int], counts: Sequence[int]) -> int:
+    """Return the part of a mixture that is farthest behind its share after `counts` draws."""
+    turn, total = sum(counts) + 1, sum(shares)
+    deficits = [
+        share * turn - count * total for share, count in zip(shares, counts, strict=True)
+    ]  # whole numbers: no rounding, however long the run
+    return deficits.index(max(deficits))

@@ -61,6 +61,16 @@ def labelled_from_rows(
     return _labelled(rows_of(rows, "rows"), columns=columns or {}, system=system, what="the iterable")
 
 
+def first_preference(source: DataSource, *, base: Path | None = None) -> PreferencePair | LabelledReply:
+    """Load the pair or the labelled reply of the first row, and read no other."""
+    what = source.path or source.name or source.type
+    for row in read_rows(source, base=base):
+        if pick(row, source.columns, "label") is not None:
+            return _to_labelled(row, source.columns, source.system)
+        return _to_pair(row, source.columns, source.system, FormatLog(what))
+    raise DataError(f"{what} has no rows: there is nothing to train on")
+
+
 def unpaired(pairs: Sequence[PreferencePair]) -> list[LabelledReply]:
     """Make a good and a bad reply of every pair: first all good ones, then all bad ones."""
     sides = [(pair.chosen, True, num_shared(pair)) for pair in pairs]
@@ -166,7 +176,9 @@ def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None, log: 
 def _side(row: DataRow, columns: Mapping[str, str], name: str) -> tuple[Message, ...]:
     column = pick(row, columns, name)
     if column is None:
-        raise DataError(f"{row.place}: there is no column {name}; the columns are {', '.join(row.columns) or 'none'}")
+        hint = '; rows with a label are for [dpo] with loss = "kto"' if pick(row, columns, "label") is not None else ""
+        there = ", ".join(row.columns) or "none"
+        raise DataError(f"{row.place}: there is no column {name}; the columns are {there}{hint}")
     value = row.columns[column]
     if isinstance(value, str):
         return (Message(role="assistant", content=value),)

@@ -38,6 +38,8 @@ ROLES = {  # ShareGPT's `from`
     "function_response": "tool",
 }
 MOST_NAMED = 12  # columns in a line of the log
+NOT_USED = "not used"
+LABELS = ("id", "idx", "index", "uid", "uuid", "source", "data_source", "dataset", "split")  # of rows: nothing to learn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +242,13 @@ class _FormatCount:
     rows: int = 0
     used: dict[str, None] = field(default_factory=dict)  # in the order in which they were met
     others: dict[str, None] = field(default_factory=dict)
+    filled: set[str] = field(default_factory=set)  # of the others, those that hold something
 
 
 class FormatLog:
     """Counts the rows of a source by format, with the columns that were used and those that were not."""
 
-    def __init__(self, what: str, *, others: str = "not used") -> None:
+    def __init__(self, what: str, *, others: str = NOT_USED) -> None:
         self._what, self._others = what, others
         self._counts: dict[str, _FormatCount] = {}
 
@@ -254,7 +257,9 @@ class FormatLog:
         count.rows += 1
         known = {name for name in used if name is not None}
         count.used.update(dict.fromkeys(name for name in row.columns if name in known))
-        count.others.update(dict.fromkeys(name for name in row.columns if name not in known))
+        others = [name for name in row.columns if name not in known]
+        count.others.update(dict.fromkeys(others))
+        count.filled.update(name for name in others if row.columns[name] not in (None, "", [], {}))
 
     def lines(self) -> list[str]:
         """Return "12,000 rows of talks.jsonl read as ShareGPT conversations: columns conversations; not used: id"."""
@@ -268,5 +273,26 @@ class FormatLog:
         return lines
 
     def write(self) -> None:
+        """Log the lines; columns that hold something and are left out of the conversations are a warning."""
         for line in self.lines():
             logger.info("%s", line)
+        dropped = [
+            name
+            for count in self._counts.values()
+            for name in count.others
+            if name in count.filled and name not in count.used and not _is_label(name)
+        ]
+        if dropped and self._others == NOT_USED:
+            logger.warning(
+                "%s: nothing is learned from what is in %s, which is not used; `columns` of the source says which "
+                "columns are (docs/data.md)",
+                self._what,
+                ", ".join(list(dict.fromkeys(dropped))[:MOST_NAMED]),
+                extra={"about_run": f"columns: {self._what}"},
+            )
+
+
+def _is_label(column: str) -> bool:
+    """Tell whether a column only names its row."""
+    name = column.lower()
+    return name in LABELS or name.endswith("_id")

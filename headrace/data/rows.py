@@ -22,8 +22,9 @@ MAX_ROWS = 5_000_000  # an endless generator ends here, with an error
 class DataSource:
     """Says where rows come from; which fields count depends on the type."""
 
-    # "dataset" is a folder of `datasets.save_to_disk`, "python" a function that returns rows; "task" has no rows
-    type: Literal["jsonl", "parquet", "hub", "dataset", "reasoning_gym", "python", "task"]
+    # "dataset" is a folder of `datasets.save_to_disk`, "python" a function that returns rows; "task" and "harbor" have
+    # no rows
+    type: Literal["jsonl", "parquet", "hub", "dataset", "reasoning_gym", "python", "task", "harbor"]
     # jsonl, parquet, dataset: the file or folder; hub: "owner/name[@revision]"; python: "file.py:function"
     path: str | None = None
     subset: str | None = None  # hub: which configuration of the dataset; None: the only one
@@ -62,8 +63,10 @@ def read_rows(source: DataSource, *, base: Path | None = None) -> Iterator[DataR
             return _read_reasoning_gym(source)
         case "python":
             return _read_python(source, base)
-        case "task":
-            raise ConfigError('a source of type = "task" has something to play and no rows: use it in rl.tasks')
+        case "task" | "harbor":
+            raise ConfigError(
+                f'a source of type = "{source.type}" has something to play and no rows: use it in rl.tasks'
+            )
         case _:
             assert_never(source.type)
 

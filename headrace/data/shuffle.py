@@ -11,6 +11,8 @@ import numpy.typing as npt
 from headrace.algo.random import WEYL_INCREMENT, splitmix64
 
 # Fingerprints in checkpoints hold class names; these classes had other names in version 0.1.
+# Fields that classes got after their first fingerprints: they only count if they are set.
+_ADDED = {("ToolConversation", "weights")}
 _SAVED_NAMES = {"ToolConversation": "ToolTalk", "PreferencePair": "Pair"}
 
 
@@ -35,8 +37,12 @@ def fingerprint(items: Iterable[Any]) -> str:
 def _feed(digest: Any, value: Any) -> None:
     """Feed a value with its type and length before it, so that no two structures give the same bytes."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
         name = type(value).__name__
+        fields = [
+            (field.name, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if (name, field.name) not in _ADDED or getattr(value, field.name)
+        ]
         _feed(digest, [_SAVED_NAMES.get(name, name), *fields])
     elif isinstance(value, Mapping):
         digest.update(f"map {len(value)} ".encode())

@@ -21,6 +21,14 @@ def load_tasks(source: DataSource, *, base: Path | None = None) -> list[Task]:
     return _tasks(rows, columns=source.columns, system=source.system, what=source.path or source.name or source.type)
 
 
+def first_task(source: DataSource, *, base: Path | None = None) -> Task:
+    """Load the task of the first row, and read no other."""
+    check_columns(source.columns)
+    for row in read_rows(source, base=base):
+        return to_task(row, index=0, columns=source.columns, system=source.system)
+    raise DataError(f"{source.path or source.name or source.type} has no rows: there is nothing to train on")
+
+
 def tasks_from_rows(
     rows: Iterable[Mapping[str, Any]], *, columns: Mapping[str, str] | None = None, system: str | None = None
 ) -> list[Task]:

@@ -54,11 +54,19 @@ class TaskSource:
         assert n >= 0
         return tuple(self.next() for _ in range(n))
 
+    def position(self) -> dict[str, Any]:
+        """Return a summary of the state: the state itself, which is small."""
+        return self.state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._epoch, "offset": self._offset, "seed": self._seed, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a cursor; raises CheckpointError if it was made from other tasks or with another seed."""
+        """Go on from a cursor; raises CheckpointError if it was made from other tasks, seed or order."""
+        if "epoch" not in state:
+            raise CheckpointError(
+                "the checkpoint was written with a curriculum or a mixture of tasks: resume with the same 'rl.tasks'"
+            )
         if state["fingerprint"] != self._fingerprint:
             raise CheckpointError(
                 "the tasks are not those of the checkpoint: resume with the data the run started with"

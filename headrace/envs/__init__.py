@@ -10,6 +10,7 @@
 - `task_definitions`: tasks and their environment from a task definition of reward-kit.
 - `resources`: the environments of task definitions: a dictionary or a SQLite database, with tools.
 - `adapters/`: environments of other packages.
+- `containers/`: tasks of the Harbor format, each episode in a container.
 """
 
 import inspect

@@ -10,5 +10,6 @@
 - `determinism_check.py` checks batch invariance on this machine.
 - `hf_generate.py` samples with transformers' own modules; `openai_client.py` calls an OpenAI-compatible server.
 - `servers/` samples at inference servers: vLLM and SGLang.
+- `engine_processes/` runs embedded engines in processes of their own.
 - `openai_api/` serves a sampler to agent programs in OpenAI's protocol.
 """

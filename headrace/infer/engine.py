@@ -48,6 +48,7 @@ class EmbeddedEngine:
     `decoder`: prefills and decodes several steps per call, for at least as many rows and tokens; None decodes one step
     at a time with the model's own modules.
     `adapters`: LoRA adapters of this model. A request may name one by its key; rows of one step use different ones.
+    `record_experts`: completions of a mixture say which experts their tokens went to.
     `hold_in_flight`: interrupted sequences keep their keys and values when weights are loaded (see `Sampler`).
     """
 
@@ -64,18 +65,20 @@ class EmbeddedEngine:
         decoder: Decoder | None = None,
         hold_in_flight: bool = False,
         adapters: AdapterTable | None = None,
+        record_experts: bool = True,
     ) -> None:
         assert prefill_chunk_tokens > 0
         self.lm = lm
         self.holds_in_flight = hold_in_flight
         self._limits = slot_limits(max_num_seqs, kv_tokens, lm.context)
-        self._runner = ModelRunner(lm, source=source, adapters=adapters)
+        self._runner = ModelRunner(lm, source=source, adapters=adapters, record_experts=record_experts)
         self._returns_hidden = decoder is None  # so that log-probs of prompt tokens can be read off
         kv = SlotCache(
             self._limits,
             tokens=self._limits.first_slot if decoder is None else self._limits.even_slot,
             make_cache=self._runner.make_cache if decoder is None else decoder.cache,
             share_sampled=decoder is None or decoder.share_sampled,
+            has_states=bool(self._runner.state_shapes),
         )
         self._stream = _sampling_stream(lm, source)
         self._worker = worker or ComputeThread()
@@ -133,6 +136,10 @@ class EmbeddedEngine:
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
         return await self._call(lambda: self._load(handle, version))
+
+    async def weights_fingerprint(self) -> str:
+        """Compute the fingerprint of the weights that are loaded."""
+        return await self._call(lambda: fingerprint(self.lm.model.named_parameters()))
 
     async def pause(self, *, interrupt: bool) -> None:
         drained: Future[None] = Future()

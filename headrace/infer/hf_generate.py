@@ -17,7 +17,9 @@ from transformers import DynamicCache
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError, boundary
 from headrace.infer.sampling import check_request, sample_rows
+from headrace.model.device import wide_dtype
 from headrace.model.load import copy_folder, copy_weights, fingerprint
+from headrace.model.supported import context_of
 from headrace.types import (
     Completion,
     FloatArray,
@@ -41,7 +43,7 @@ class GenerateSampler:
         model.eval()
         self._model, self._tokenizer, self._source = model, tokenizer, source
         self._eos = frozenset(eos_tokens)
-        self._context = int(model.config.max_position_embeddings)
+        self._context = context_of(model.config)
         self._version = 0
         # one sequence uses the model at a time
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-generate")
@@ -131,7 +133,7 @@ class GenerateSampler:
             inputs = torch.tensor([new], device=self._model.device)
             logits = self._model(inputs, past_key_values=cache, use_cache=True).logits[:, -1]
             number = torch.from_numpy(uniforms([params.seed], [len(tokens)]))
-            drawn = sample_rows(logits, [params], number.to(logits.device))
+            drawn = sample_rows(logits, [params], number.to(logits.device, wide_dtype(logits.device)))
             new = [int(drawn.tokens_B[0])]
             tokens += new
             logprobs.append(float(drawn.logprobs_B[0]))

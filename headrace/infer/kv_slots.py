@@ -13,6 +13,9 @@ where the whole group reads it (`shared_prefix_slot`).
 
 With sequences held in flight, a slot whose sequence was interrupted keeps its keys and values over a change of weights.
 Only a continuation of that very sequence may use them; no other sequence shares such a slot, then or later.
+
+Layers with a state (`model/hybrid/`) have it for one length of a prefix, where keys and values are there for every
+shorter one too. With them a slot can be shared at two lengths only: all that it holds, and where its state was kept.
 """
 
 from array import array
@@ -24,7 +27,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.model.multi_lora import BASE
-from headrace.types import Completion, IntArray, SampleRequest, StopReason, float_array, int_array, known_next_logprobs
+from headrace.types import (
+    Completion,
+    ExpertArray,
+    IntArray,
+    SampleRequest,
+    StopReason,
+    float_array,
+    int_array,
+    known_next_logprobs,
+)
 
 WORTH_WAITING = 8  # tokens of prefill saved that are worth one engine step of delay
 SequenceKey = tuple[int, int, bytes]  # adapter, seed and prompt: identifies a sequence that is continued
@@ -46,6 +58,7 @@ class SequenceState:
     raw_logprobs: "array[float]" = field(default_factory=lambda: array("f"))
     versions: "array[int]" = field(default_factory=lambda: array("i"))
     prefix_logprobs: list[float] = field(default_factory=list)  # from `score_from` on, as far as known
+    experts: ExpertArray | None = None  # of all tokens but the last, when it has ended
     row: int | None = None  # its slot
     waits_for: "tuple[SequenceState, int] | None" = (
         None  # the sequence that prefills so many tokens that this one shares
@@ -58,6 +71,7 @@ class SequenceState:
             self.logprobs.extend(done.sampler_logprobs.tolist())
             self.raw_logprobs.extend(done.raw_logprobs.tolist())
             self.versions.extend(done.versions.tolist())
+            self.experts = done.experts
 
     @property
     def num_sampled(self) -> int:
@@ -91,7 +105,17 @@ class SequenceState:
             prefix_logprobs=(
                 None if score_from is None or self.unscored is not None else float_array(self.prefix_logprobs)
             ),
+            experts=self.experts,
         )
+
+    def record_experts(self, cached: ExpertArray) -> None:
+        """Keep the experts of the cached tokens; those that an interrupted completion brought stay what they were."""
+        kept = cached[: len(self.tokens) - 1].copy()
+        done = self.request.continue_from
+        if done is not None and done.experts is not None:
+            kept[: len(done.experts)] = done.experts[: len(kept)]
+        kept.setflags(write=False)
+        self.experts = kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +126,21 @@ class SlotAssignment:
     donor: int  # the slot to copy from, if it is another
     shared: int  # positions to copy
     stale: bool = False  # zero the slot first
+    from_kept: bool = False  # of layers with a state: start from the one that the donor kept
+    moved: bool = False  # the donor's sequence goes on in this slot
 
 
 class Slots:
     """Assign slots (rows of the cache) to sequences, the lowest first: a decode step covers all up to the last in use.
 
     `share_sampled` false: only prefilled positions are shared, never those of sampled tokens, because the decoder
-    computes the two with different bits.
+    computes the two with different bits. `has_states`: the model has layers with a state.
     """
 
-    def __init__(self, rows: int, tokens: int, *, share_sampled: bool = True) -> None:
+    def __init__(self, rows: int, tokens: int, *, share_sampled: bool = True, has_states: bool = False) -> None:
         self.tokens = tokens  # positions of a slot
-        self._share_sampled = share_sampled
+        self._share_sampled, self._has_states = share_sampled, has_states
+        self._kept_at = [0] * rows  # the length of each slot's prefix whose state was kept
         self.waiting: deque[SequenceState] = deque()
         self.occupants: list[SequenceState | None] = [None] * rows
         self.filled = [0] * rows  # positions of each slot that are in the cache
@@ -226,7 +253,11 @@ class Slots:
         else:
             row = free.pop()
         self._earlier_weights[row] = sequence.key if resumed else None
-        return SlotAssignment(row, donor, shared, self._assign(sequence, row, shared, donor=donor))
+        from_kept = self._has_states and 0 < shared < self.filled[donor]
+        assert not from_kept or shared == self._kept_at[donor]
+        stale = self._assign(sequence, row, shared, donor=donor)
+        self._kept_at[row] = shared
+        return SlotAssignment(row, donor, shared, stale, from_kept)
 
     def _donor(self, sequence: SequenceState, prefix: IntArray) -> tuple[int, int, bool] | None:
         """Find the slot that holds most of the prefix, how much, and whether it is the sequence's own from before an
@@ -244,10 +275,16 @@ class Slots:
         if sequence.unscored is not None:  # from there on positions have to be computed
             common = np.minimum(common, sequence.unscored)
         sharable = filled if self._share_sampled else np.minimum(filled, np.array(self._prefilled))
-        shares = np.where(old & ~resumed, 0, np.minimum(common, sharable))
+        reached = np.minimum(common, sharable)
+        if self._has_states:
+            kept = np.array(self._kept_at)
+            reached = np.where(common >= filled, filled, np.where(common >= kept, kept, 0))
+        shares = np.where(old & ~resumed, 0, reached)
         donor = int(shares.argmax())
         shared = int(shares[donor])
         promised = np.where(coming > filled, np.minimum(common, coming), 0)
+        if self._has_states:
+            promised = np.where(common >= coming, promised, 0)
         if promised.max() >= shared + WORTH_WAITING:
             filling = self.occupants[int(promised.argmax())]
             assert filling is not None
@@ -279,6 +316,14 @@ class Slots:
         self._cached_tokens[row, start : start + len(tokens)] = tokens
         self.filled[row] = start + len(tokens)
 
+    def state_kept(self, row: int) -> None:
+        """Record that the state after all tokens of the slot was kept."""
+        self._kept_at[row] = self.filled[row]
+
+    def empty(self, row: int) -> None:
+        """Give up what a slot holds."""
+        self.filled[row] = self._kept_at[row] = 0
+
     def leave(self, sequence: SequenceState) -> None:
         """Free the slot of a sequence; what it holds stays until it is assigned again."""
         assert sequence.row is not None
@@ -302,6 +347,7 @@ class Slots:
         assert not any(True for _ in self.active())
         held = self._interrupted if hold else {}
         self.filled = [filled if row in held else 0 for row, filled in enumerate(self.filled)]
+        self._kept_at = [0] * self.rows
         self._earlier_weights = [held.get(row) for row in range(self.rows)]
 
     def move(self, source: int, target: int) -> SlotAssignment:
@@ -313,11 +359,11 @@ class Slots:
         donor, shared = self.shared_prefix_slot(source)
         stale = self._assign(sequence, target, filled, donor=source)
         self._shared_prefixes[target] = (donor, shared if donor != target else 0, self._generations[donor])
-        self._prefilled[target] = read
+        self._prefilled[target], self._kept_at[target] = read, self._kept_at[source]
         self._earlier_weights[target] = self._earlier_weights[source]
         if self._earlier_weights[source] is not None:
             self._earlier_weights[source], self.filled[source] = None, 0
-        return SlotAssignment(target, source, filled, stale)
+        return SlotAssignment(target, source, filled, stale, moved=True)
 
     def resize(self, rows: int, tokens: int) -> None:
         """Change the number and length of slots; the caller has moved or preempted sequences in slots that disappear.
@@ -332,7 +378,12 @@ class Slots:
         cached[:old, :width] = self._cached_tokens[:old, :width]
         self._cached_tokens, self.tokens = cached, tokens
         self.occupants = self.occupants[:rows] + [None] * new
-        self.filled = [min(filled, tokens - 1) for filled in self.filled[:rows]] + [0] * new
+        cut = [filled >= tokens for filled in self.filled[:rows]]  # a state is that of all tokens, or of none
+        self._kept_at = [0 if gone else kept for gone, kept in zip(cut, self._kept_at, strict=False)] + [0] * new
+        self.filled = [
+            0 if gone and self._has_states else min(filled, tokens - 1)
+            for gone, filled in zip(cut, self.filled, strict=False)
+        ] + [0] * new
         self._prefilled = self._prefilled[:rows] + [0] * new
         self._used_at = self._used_at[:rows] + [0] * new
         self._generations = [count + 1 for count in self._generations[:rows]] + [0] * new  # no shared prefix survives

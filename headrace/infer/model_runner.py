@@ -26,8 +26,12 @@ from headrace.model.attention import ROUND, Cached, KVCache, PromptChunk, visibl
 from headrace.model.cpu.forward import cpu_forward
 from headrace.model.cpu.packed_linear import invalidate_packed, linear
 from headrace.model.cuda.fp16_matmul import cache_dtype
+from headrace.model.device import wide_dtype
+from headrace.model.experts import routing_shape
+from headrace.model.hybrid.layers import state_shapes
 from headrace.model.load import LanguageModel, copy_folder, copy_weights
 from headrace.model.multi_lora import BASE, HEAD, AdapterTable, apply_adapters, use_adapters
+from headrace.model.supported import cached_shapes, shared_layers
 from headrace.types import WeightsFolder, WeightsHandle
 
 NO_ADAPTER = "the adapter to sample with is not loaded, or no longer"
@@ -65,8 +69,17 @@ class ModelRunner:
     `adapters`: LoRA adapters of this model, of which each row of a batch may use another.
     """
 
-    def __init__(self, lm: LanguageModel, *, source: LanguageModel | None, adapters: AdapterTable | None) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        *,
+        source: LanguageModel | None,
+        adapters: AdapterTable | None,
+        record_experts: bool = False,
+    ) -> None:
         self.lm = lm
+        self._routing = routing_shape(lm.model) if record_experts else None
+        self.state_shapes = state_shapes(lm.model)
         self.version = 0  # of the weights
         self._source, self._adapters = source, adapters
         self._hidden = cpu_forward(lm) or lm.hidden
@@ -78,7 +91,7 @@ class ModelRunner:
     def load(self, handle: WeightsHandle) -> None:
         """Replace the weights by those of the handle."""
         if isinstance(handle, WeightsFolder):
-            copy_folder(handle.path, self.lm.model)
+            copy_folder(handle.path, self.lm.model, partial=handle.partial)
         elif self._source is not None:
             copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
         self._head = None
@@ -113,15 +126,20 @@ class ModelRunner:
 
     def make_cache(self, rows: int, tokens: int) -> KVCache:
         config: Any = self.lm.model.config
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shapes = cached_shapes(config)
+        heads, width, _ = shapes[0]
         return KVCache(
-            layers=config.num_hidden_layers,
+            layers=len(shapes),
             rows=rows,
-            heads=config.num_key_value_heads,
+            heads=heads,
             tokens=tokens,
             width=width,
+            layer_shapes=shapes,
+            shared=shared_layers(config),
             dtype=cache_dtype(self.lm.model, self.lm.dtype),
             device=self.lm.device,
+            routing=self._routing,
+            state_shapes=self.state_shapes,
         )
 
     def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -176,7 +194,9 @@ class ModelRunner:
         logits_BV = self.logits(hidden_TD, [row for row, _ in decoding])
         params = [sequence.request.params for _, sequence in decoding]
         numbers = uniforms([row.seed for row in params], [sequence.num_sampled for _, sequence in decoding])
-        return sample_rows(logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device), spend=True)
+        return sample_rows(
+            logits_BV, params, torch.from_numpy(numbers).to(logits_BV.device, wide_dtype(logits_BV.device)), spend=True
+        )
 
     def logits(self, hidden_TD: Tensor, rows: list[int]) -> Tensor:
         """Compute the logits of some rows of the last forward pass."""
@@ -184,7 +204,8 @@ class ModelRunner:
         hidden_BD = hidden_TD[padded]
         with self._using([self._row_adapters[row] for row in padded]):
             product = head.logits if self._adapters is None else linear
-            return apply_adapters(HEAD, hidden_BD, product(hidden_BD, self._head_weight()))[: len(rows)]
+            logits_BV = apply_adapters(HEAD, hidden_BD, product(hidden_BD, self._head_weight()))
+            return self.lm.logit_rule.apply(logits_BV)[: len(rows)]
 
     def _using(self, adapters: list[int]) -> AbstractContextManager[None]:
         """Apply these adapters to the rows of every layer inside."""

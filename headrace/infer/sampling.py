@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import SamplerError
+from headrace.model.device import wide
 from headrace.model.head import picked_logprobs
 from headrace.types import SampleRequest, SamplingParams
 
@@ -120,9 +121,9 @@ def truncate_distribution(probs_V: Tensor, params: SamplingParams) -> Tensor:
         kept_V &= probs_V >= params.min_p * probs_V.max()
     if params.top_p < 1.0:
         ordered, order = torch.sort(torch.where(kept_V, probs_V, 0.0), descending=True, stable=True)
-        before = torch.cumsum(ordered.double(), 0) - ordered
+        before = torch.cumsum(wide(ordered), 0) - ordered
         nucleus = torch.zeros_like(kept_V)
-        nucleus[order] = before < params.top_p * ordered.double().sum()
+        nucleus[order] = before < params.top_p * wide(ordered).sum()
         kept_V &= nucleus
     return torch.where(kept_V, probs_V, 0.0)
 
@@ -130,13 +131,13 @@ def truncate_distribution(probs_V: Tensor, params: SamplingParams) -> Tensor:
 def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """Return the token t with sum(w[:t]) <= u sum(w) < sum(w[:t + 1]); never one of weight 0.
 
-    In two levels (blocks of 128, then inside the block) with float64 sums: fewer roundings than one long cumulative
-    sum, and most of the vocabulary is read once.
+    In two levels (blocks of 128, then inside the block) with float64 sums (float32 on MPS): fewer roundings
+    than one long cumulative sum, and most of the vocabulary is read once.
     """
     rows, size = weights_BV.shape
     even_BV = torch.nn.functional.pad(weights_BV, (0, -size % BLOCK)) if size % BLOCK else weights_BV
     padded = even_BV.reshape(rows, -1, BLOCK)
-    blocks = padded.sum(dim=-1).double().cumsum(dim=-1)
+    blocks = wide(padded.sum(dim=-1)).cumsum(dim=-1)
     total = blocks[:, -1:]
     target = torch.minimum(
         uniforms_B.to(blocks.dtype)[:, None] * total, torch.nextafter(total, torch.zeros_like(total))
@@ -144,7 +145,7 @@ def inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     block = (blocks <= target).sum(dim=-1)
     before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp_min(0)[:, None])[:, 0], 0.0)
     inside = padded[torch.arange(rows, device=block.device), block]
-    cumulative = inside.double().cumsum(dim=-1)
+    cumulative = wide(inside).cumsum(dim=-1)
     index = (cumulative <= (target[:, 0] - before)[:, None]).sum(dim=-1)
     last = BLOCK - 1 - (inside > 0).flip(-1).int().argmax(dim=-1)  # rounding may push the target past the block's end
     return block * BLOCK + torch.minimum(index, last)

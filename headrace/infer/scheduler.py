@@ -266,7 +266,8 @@ class Scheduler:
         self._paused = True
         self._drained.append(drained)
         if interrupt:
-            for _, sequence in list(self._slots.active()):
+            for row, sequence in list(self._slots.active()):
+                self._record_experts(row, sequence)
                 self._slots.interrupt(sequence)
                 self._resolve(sequence, StopReason.INTERRUPTED)
             while self._slots.waiting:
@@ -295,6 +296,8 @@ class Scheduler:
         for chunk, sequence in zip(batch.chunks, batch.chunk_sequences, strict=True):
             self._slots.fill(chunk.row, tokens_of(chunk, sequence))
             self.counters.prefilled += chunk.length
+            if self._slots.filled[chunk.row] == len(sequence.tokens) - 1:
+                self._kv.keep_state(chunk.row)
 
     def _append(
         self, row: int, sequence: SequenceState, tokens: list[int], logprobs: list[float], raw_logprobs: list[float]
@@ -333,13 +336,22 @@ class Scheduler:
         if sequence.adapter == BASE:
             raise SamplerError("the model's log-probs are not finite: its weights are damaged")
         sequence.future.set_exception(SamplerError("the adapter's log-probs are not finite: its weights are damaged"))
+        assert sequence.row is not None
+        self._slots.empty(sequence.row)
         self.abort(sequence)
 
     def _finish(self, sequence: SequenceState, stop: StopReason) -> None:
         if sequence.row is not None:
+            self._record_experts(sequence.row, sequence)
             self._slots.leave(sequence)
         self._resolve(sequence, stop)
         self._notify_drained()
+
+    def _record_experts(self, row: int, sequence: SequenceState) -> None:
+        """Read off the cache which experts the tokens of a sequence went to, if all of them have been computed."""
+        store = self._kv.cache.experts
+        if store is not None and self._slots.filled[row] >= len(sequence.tokens) - 1:
+            sequence.record_experts(store[row].numpy())
 
     def _resolve(self, sequence: SequenceState, stop: StopReason) -> None:
         sequence.future.set_result(sequence.completion(stop))

@@ -83,7 +83,8 @@ class Scorer:
         following_T = torch.roll(tokens_T, -1)
         if self.adapter == BASE:
             scale = None if temperature == 1.0 else torch.full((len(tokens_T),), temperature, device=self.lm.device)
-            logprobs_T, _ = head.logprobs(hidden_TD, self.head_VD, head.Targets(following_T, scale))
+            targets = head.Targets(following_T, scale)
+            logprobs_T, _ = head.logprobs(hidden_TD, self.head_VD, targets, rule=self.lm.logit_rule)
         else:
             rows = self._rows(hidden_TD, temperature)
             logprobs_T = torch.cat([logp_CV.gather(1, following_T[span, None])[:, 0] for span, logp_CV in rows])
@@ -105,6 +106,7 @@ class Scorer:
             with self._adapted(len(hidden_CD)):
                 logits_CV = apply_adapters(HEAD, hidden_CD, linear(hidden_CD, self.head_VD))
             logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+            logits_CV = self.lm.logit_rule.apply(logits_CV)
             yield slice(start, start + len(hidden_CD)), torch.log_softmax(logits_CV / temperature, dim=-1)
 
     def _adapted(self, rows: int) -> AbstractContextManager[None]:

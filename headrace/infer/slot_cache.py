@@ -63,7 +63,7 @@ class SlotCache:
     """Keep the cache's tensors in step with the slots' bookkeeping.
 
     `tokens`: positions of a slot at first. `make_cache(rows, tokens)` allocates a cache, or lays one out anew.
-    `share_sampled`: see `Slots`.
+    `share_sampled`, `has_states`: see `Slots`.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class SlotCache:
         tokens: int,
         make_cache: Callable[[int, int], KVCache],
         share_sampled: bool,
+        has_states: bool = False,
     ) -> None:
         self._limits, self._make_cache = limits, make_cache
-        self.slots = Slots(limits.rows_for(tokens), tokens, share_sampled=share_sampled)
+        self.slots = Slots(limits.rows_for(tokens), tokens, share_sampled=share_sampled, has_states=has_states)
         self.cache = make_cache(self.slots.rows, self.slots.tokens)
 
     def admit_waiting(self) -> list[SlotAssignment]:
@@ -107,6 +108,12 @@ class SlotCache:
                 tokens //= 2
             tokens = _round_up(tokens)
         return self._resize(tokens) if tokens != slots.tokens else 0
+
+    def keep_state(self, row: int) -> None:
+        """Keep the state of a slot whose prompt has been prefilled, for other sequences with the same prompt."""
+        if self.cache.states is not None:
+            self.cache.states.keep(row)
+            self.slots.state_kept(row)
 
     def compact(self) -> None:
         """Move sequences to lower slots when more than half of the slots that a decode step covers are empty."""
@@ -142,6 +149,14 @@ class SlotCache:
                 layer[assignment.row].zero_()
         if assignment.shared and assignment.donor != assignment.row:
             self.cache.copy_prefix(assignment.donor, assignment.row, assignment.shared)
+        if (states := self.cache.states) is None:
+            return
+        if not assignment.shared:
+            states.clear(assignment.row)
+        elif assignment.moved:
+            states.move(assignment.donor, assignment.row)
+        else:
+            states.start(assignment.row, assignment.donor, from_kept=assignment.from_kept)
 
 
 def _round_up(tokens: int) -> int:

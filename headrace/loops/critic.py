@@ -17,6 +17,7 @@ from headrace.algo.advantages.group_stats import whiten_values
 from headrace.algo.advantages.step_table import step_table
 from headrace.algo.datum import SequenceUnit, all_tokens, scalar_datum, split_samples, to_data
 from headrace.algo.loss_weights import reweight
+from headrace.algo.losses.forward_metrics import deviation
 from headrace.algo.shaping import kl_rewards
 from headrace.algo.statistics import explained_variance
 from headrace.loops.step_batch import Score, StepBatch, split_by_group
@@ -227,7 +228,10 @@ def _batch(layout: FlatBatch, gae: GaeResult, output: CriticOutput, *, whiten: b
 def _value_health(values: Floats, returns: Floats) -> dict[str, Metric]:
     """Measure how much of the returns' variance the critic explained; left out if all returns are equal."""
     explained = explained_variance(values, returns)
-    health: dict[str, Metric] = {"critic/return_mean": Mean(float(returns.sum()), len(returns))}
+    health: dict[str, Metric] = {
+        "critic/return_mean": Mean(float(returns.sum()), len(returns)),
+        "critic/return_std": deviation(returns),
+    }
     return health if np.isnan(explained) else {**health, "critic/explained_variance": Mean(explained, 1)}
 
 

@@ -1,19 +1,20 @@
 """Metrics of a batch of episodes, as pure functions; and the timer of a step's parts."""
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from headrace.algo.statistics import mismatch, pass_at_k
 from headrace.metrics import Max, Mean, Metric, Min, Sum, merge_metrics
-from headrace.types import Datum, EndReason, FloatArray, Group, ScoredEpisode
+from headrace.types import Datum, EndReason, FloatArray, Group, ScoredEpisode, Task
 
 
 def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
     """Summarise rewards (with each part), success, lengths, turns, truncated share, end reasons, share of invalid
-    actions, and entropy.
+    actions, entropy, and, if there are several tasks, the share of episodes that have the commonest answer.
 
     `rollout/entropy` is the mean of -log-prob over sampled tokens, which estimates the sampling entropy per token.
     """
@@ -38,11 +39,28 @@ def episode_metrics(episodes: Sequence[ScoredEpisode]) -> dict[str, Metric]:
     for end in EndReason if ends else ():
         if end is not EndReason.ERROR:  # those are `rollout/failed_episodes`
             metrics[f"rollout/ended_{end.value}"] = Mean(sum(reason is end for reason in ends), len(ends))
+    if len({scored.episode.task.id for scored in episodes}) > 1:
+        answers = Counter(
+            tuple(step.completion.tokens.tobytes() for step in scored.episode.steps) for scored in episodes
+        )
+        metrics["rollout/same_answer"] = Mean(max(answers.values()), count)
     if verdicts:
         metrics["rollout/success"] = Mean(sum(verdicts), len(verdicts))
     for name in sorted({name for scored in episodes for name in scored.reward.parts}):
         values = [scored.reward.parts[name] for scored in episodes if name in scored.reward.parts]
         metrics[f"reward/{name}"] = Mean(float(sum(values)), len(values))
+    return metrics
+
+
+def source_metrics(episodes: Sequence[ScoredEpisode], source_of: Callable[[Task], str]) -> dict[str, Metric]:
+    """Return the mean reward and success of the episodes of each source of tasks."""
+    metrics: dict[str, Metric] = {}
+    for scored in episodes:
+        name = source_of(scored.episode.task)
+        found: dict[str, Metric] = {f"source/{name}/reward": Mean(scored.reward.total, 1)}
+        if scored.success is not None:
+            found[f"source/{name}/success"] = Mean(float(scored.success), 1)
+        metrics = merge_metrics(metrics, found)
     return metrics
 
 

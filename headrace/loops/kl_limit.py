@@ -9,18 +9,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from headrace.algo.kl_control import adapt_kl_coef, kl_scale
-from headrace.algo.statistics import k3
+from headrace.algo.kl_control import MAX_TRIES, SAFETY, adapt_kl_coef, kl_scale, mean_kl
 from headrace.loops.step_batch import Score
 from headrace.metrics import Max, Mean, Metric, Min, Sum
 from headrace.protocols import TrainBackend
-from headrace.types import Datum, FloatArray, LossSpec, ScaleUpdate
+from headrace.types import Datum, LossSpec, ScaleUpdate
 
 logger = logging.getLogger(__name__)
 COEF = "sampler_kl_coef"
 MAX_DOUBLINGS = 10.0
-MAX_TRIES = 4  # of a share that is not 0
-SAFETY = 0.95  # share of the limit to aim at: a KL that grows a little faster than the square still meets the limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +64,7 @@ class KlLimit:
                 kl,
                 self.limit,
                 left,
+                extra={"repeats": "rl.kl_limit"},
             )
         return KlLimitResult(
             stop=exceeded, metrics={**metrics, "train/discarded_minibatches": Sum(left if exceeded else 0)}
@@ -100,6 +98,7 @@ class KlLimit:
             self.limit,
             share,
             now,
+            extra={"repeats": "rl.kl_limit"},
         )
         return share, now
 
@@ -116,13 +115,3 @@ class KlLimit:
     def _current_coef(self) -> float:
         assert self.coef is not None
         return self.coef * math.exp2(self.doublings)
-
-
-def mean_kl(data: Sequence[Datum], policy_logprobs: Sequence[FloatArray]) -> float:
-    """Average k3 between `proximal_logprobs` and the policy's over the trained tokens; 0 if there are none."""
-    total, count = 0.0, 0
-    for datum, policy in zip(data, policy_logprobs, strict=True):
-        trained = datum.arrays["weights"] != 0
-        total += float(k3(datum.arrays["proximal_logprobs"][trained], policy[trained]).sum())
-        count += int(trained.sum())
-    return total / max(count, 1)

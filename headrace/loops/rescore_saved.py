@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from headrace.algo.advantages.anchor_keys import Keys, KeysFn, default_keys
-from headrace.algo.advantages.credit import METHODS, check_method, credit
+from headrace.algo.advantages.credit import METHODS, CreditFunction, CreditMethod, check_method, credit
 from headrace.algo.advantages.gae_from_values import check_gae, credit_by_values
 from headrace.algo.name_lookup import lookup
 from headrace.errors import ConfigError, RewardError
@@ -40,29 +40,37 @@ class SavedRollouts:
     lines: tuple[EpisodeRecord, ...]  # without texts and tokens
     values: Mapping[EpisodeKey, TokenValues]  # a critic's, for the methods that need them; else empty
     method: MethodRecord
+    credit: CreditMethod  # of that name
 
 
 def read_saved(
-    file: Path, *, step: int | None, method: str | None, params: Mapping[str, float | str], partial: bool
+    file: Path,
+    *,
+    step: int | None,
+    method: str | CreditFunction | None,
+    params: Mapping[str, float | str],
+    partial: bool,
 ) -> SavedRollouts:
-    """Read a rollout file and choose its credit: `method`, or else the one the file was credited by.
+    """Read a rollout file and choose its credit: `method`, or else the one the file was credited by, if it is ours.
 
     Raises ConfigError for every error that can be found before a reward function is called: scoring may take hours.
     `partial` accepts groups of which not all episodes were saved.
     """
     lines: list[EpisodeRecord] = []
     values: Values = {}
+    name = method.name if isinstance(method, CreditFunction) else method
     for line in _lines(file, step):
         if (line.training_step, line.id) in values:
             raise ConfigError(f"{file} has the episode {line.id} twice: give the files of several runs one by one")
         lines.append(_numbers(line))
-        values[line.training_step, line.id] = _values(line, method)
+        values[line.training_step, line.id] = _values(line, name)
     if all(line.failed is not None for line in lines):
         raise ConfigError(f"{file} has no episodes to compare")
     _check_whole(lines, file, partial=partial)
-    chosen = _method(method, params, lines, file)
+    chosen = _method(name, params, lines, file, own=method if isinstance(method, CreditFunction) else None)
     critic_values = _require_values(values, lines, chosen, file) if chosen.method in CRITIC_CREDITS else {}
-    return SavedRollouts(file=file, step=step, lines=tuple(lines), values=critic_values, method=chosen)
+    by = method if isinstance(method, CreditFunction) else chosen.method
+    return SavedRollouts(file=file, step=step, lines=tuple(lines), values=critic_values, method=chosen, credit=by)
 
 
 async def score_saved(
@@ -87,7 +95,7 @@ def write_recredited(saved: SavedRollouts, scored: ScoredGroups, out: Path) -> C
     if saved.values:
         results = _credited_by_values(scored, saved.values, saved.method)
     else:
-        results = _credited(scored, saved.lines, saved.method)
+        results = _credited(scored, saved.lines, saved.credit, saved.method.params)
     info = RolloutFileInfo(method=saved.method.method, params=saved.method.params, group_sizes=_sizes(results.values()))
     after: list[EpisodeRecord] = []
 
@@ -165,20 +173,30 @@ def _outline(line: EpisodeRecord) -> ScoredEpisode:
 
 
 def _method(
-    name: str | None, params: Mapping[str, float | str], lines: Sequence[EpisodeRecord], file: Path
+    name: str | None,
+    params: Mapping[str, float | str],
+    lines: Sequence[EpisodeRecord],
+    file: Path,
+    *,
+    own: CreditFunction | None,
 ) -> MethodRecord:
     """Choose the named method, else the file's; a method that is not changed keeps the file's parameters."""
     saved = next((line.credit for line in lines if line.credit is not None), None)
     name = name or (saved.method if saved is not None else None)
     if name is None:
         raise ConfigError(f"{file} was not credited: say how with --credit, one of {', '.join(METHODS)}")
-    if name not in CRITIC_CREDITS:
+    if own is None and ":" in name:
+        raise ConfigError(
+            f"{file} was credited by {name}, and code that a file names is not run: name it with --credit, or one of "
+            f"{', '.join(METHODS)}"
+        )
+    if own is None and name not in CRITIC_CREDITS:
         lookup(dict.fromkeys((*METHODS, *CRITIC_CREDITS)), name, "credit method")
     alike = saved is not None and (saved.method == name or {saved.method, name} <= set(CRITIC_CREDITS))
     saved_params = dict(saved.params) if saved is not None and alike else {}
     method = MethodRecord(method=name, params={**saved_params, **params})
     if name not in CRITIC_CREDITS:
-        check_method(method.method, method.params)
+        check_method(own or method.method, method.params)
     elif check_gae(method.method, method.params)["kl_coef"] not in (0.0, saved_params.get("kl_coef", 0.0)):
         saved_coef = saved_params.get("kl_coef")
         allowed = f"{saved_coef:g}, which it was, or 0" if saved_coef else "0: no KL is in the file"
@@ -189,14 +207,15 @@ def _method(
 def _credited(
     scored: Mapping[GroupKey, Sequence[ScoredEpisode | FailedEpisode]],
     lines: Sequence[EpisodeRecord],
-    method: MethodRecord,
+    method: CreditMethod,
+    params: Mapping[str, float | str],
 ) -> dict[EpisodeKey, CreditedEpisode | FailedEpisode]:
     """Credit every episode, by training step and id; the groups of a step are compared with each other."""
     anchors = {(line.training_step, line.id): _anchors(line) for line in lines}
     results: dict[EpisodeKey, CreditedEpisode | FailedEpisode] = {}
     for step, groups in _groups(scored):
         keys = _keys({id: keys for (at, id), keys in anchors.items() if at == step})
-        for episode in credit(groups, method=method.method, params=method.params, keys=keys).episodes:
+        for episode in credit(groups, method=method, params=params, keys=keys).episodes:
             results[step, episode.scored.episode.id] = episode
         results |= {(step, failed.id): failed for group in groups for failed in group.failed}
     return results

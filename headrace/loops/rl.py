@@ -10,16 +10,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.algo.advantages.anchor_keys import KeysFn, default_keys
-from headrace.algo.advantages.credit import CreditedBatch, credit
+from headrace.algo.advantages.credit import CreditedBatch, CreditMethod, credit
 from headrace.algo.datum import SequenceUnit
+from headrace.algo.loss_signature import LossFn, loss_inputs
 from headrace.algo.losses import find_loss
 from headrace.algo.staleness import drop_older_tokens
 from headrace.algo.staleness_metrics import lag_metrics, staleness_metrics
 from headrace.loops.checkpointer import Checkpointer
-from headrace.loops.credit_health import CreditHealth
+from headrace.loops.credit_health import CreditHealth, SignalWatch
 from headrace.loops.credit_log import log_credit
 from headrace.loops.critic import Critic
-from headrace.loops.episode_metrics import StepTimer, drop_shares, episode_metrics, mismatch_metrics
+from headrace.loops.episode_metrics import StepTimer, drop_shares, episode_metrics, mismatch_metrics, source_metrics
 from headrace.loops.evaluate import EvalResult
 from headrace.loops.kl_limit import KlLimit
 from headrace.loops.step_batch import CorrectionSettings, Score, add_loss_inputs, minibatches, step_batch
@@ -29,7 +30,7 @@ from headrace.protocols import MetricSink, TrainBackend
 from headrace.reward.reward_health import RewardHealth
 from headrace.rollout.executor import RolloutExecutor
 from headrace.rollout.executor.stats import SamplerUtilization
-from headrace.types import CreditedEpisode, Group, LossSpec
+from headrace.types import CreditedEpisode, Group, LossSpec, Task
 
 NO_SCORERS: Mapping[str, Score] = {}
 
@@ -41,7 +42,7 @@ class RlSettings:
     steps: int
     minibatches: int  # updates of a training step
     loss: LossSpec
-    credit: str = "grpo"
+    credit: CreditMethod = "grpo"
     credit_params: Mapping[str, float | str] = field(default_factory=dict)
     keys: KeysFn = default_keys  # anchor states, for step-level credit
     rows: SequenceUnit = SequenceUnit.EPISODE
@@ -51,6 +52,7 @@ class RlSettings:
     correction: CorrectionSettings | None = None  # None: only if the loss takes one
     sync_every: int = 1  # training steps between two publications of the weights
     eval_every: int = 0  # training steps; 0: only after the last
+    source_of: Callable[[Task], str] | None = None  # names the source of a task, if there are several
 
 
 async def train_rl(
@@ -66,16 +68,19 @@ async def train_rl(
     critic: Critic | None = None,
     kl_limit: KlLimit | None = None,
     utilization: SamplerUtilization | None = None,
+    signal: SignalWatch | None = None,
     evaluate: Callable[[int], Awaitable[EvalResult]] | None = None,
     start: int = 0,
 ) -> dict[str, float]:
-    """Train from step `start` to the end and return the last step's metrics; raises Interrupted on a stop request.
+    """Train from step `start` to the end and return the last step's metrics; raises Interrupted on a stop request, and
+    NoSignalError, after a checkpoint, when `signal` finds that advantages have been 0 for too long.
 
     `scorers` compute, by name, the arrays that the loss takes and rollouts do not bring. A critic gives the advantages
     instead of `c.credit`. `kl_limit` may skip the rest of a step's minibatches. `utilization` is the executor's.
     """
     values: dict[str, float] = {}
     loss_fn = find_loss(c.loss.fn)
+    signal = signal if signal is not None and learns_from_credit(loss_fn) else SignalWatch(limit=0)
     health, reward_health = CreditHealth(method=c.credit, mixed_versions=c.mixed_versions), RewardHealth()
     async with executor:
         for step in range(start, c.steps):
@@ -95,10 +100,13 @@ async def train_rl(
             record(step, groups, batch.episodes)  # before the health checks, so that rejected batches can be inspected
             health.check(groups, credited)
             reward_health.check(groups)
+            signal_metrics = signal.check(groups, batch.episodes)
             batch = replace(batch, data=drop_older_tokens(batch.data, oldest=executor.oldest))
             batch = await add_loss_inputs(batch, loss_fn, scorers, correction=c.correction, version=executor.version)
             fresh = [e.scored for e in batch.episodes if e.group_id in executor.training]  # without replayed groups
-            metrics = merge_metrics(batch.metrics, episode_metrics(fresh))
+            metrics = merge_metrics({**batch.metrics, **signal_metrics}, episode_metrics(fresh))
+            if c.source_of is not None:
+                metrics = merge_metrics(metrics, source_metrics(fresh, c.source_of))
             metrics = merge_metrics(metrics, lag_metrics(batch.data, version=executor.version))
             parts = minibatches(batch, c.minibatches, loss_fn, weighting=c.weighting, constant=c.weighting_constant)
             for part, data in enumerate(parts):
@@ -135,7 +143,17 @@ async def train_rl(
             if evaluate is not None and (step + 1 == c.steps or (c.eval_every and (step + 1) % c.eval_every == 0)):
                 score = await checkpointer.evaluate_or_save(step + 1, evaluate(step + 1))
             await checkpointer.end_of_step(step + 1, score)
+            if (error := signal.error()) is not None:
+                await checkpointer.save_now()
+                raise error
     return values
+
+
+def learns_from_credit(fn: LossFn) -> bool:
+    """Tell whether a loss learns nothing where all advantages are 0: it takes them, and no teacher's log-probs."""
+    inputs = loss_inputs(fn)
+    arrays = (*inputs.required, *inputs.optional)
+    return "advantages" in arrays and "teacher_logprobs" not in arrays
 
 
 def _rates(metrics: Mapping[str, Metric], timer: StepTimer, utilization: Mapping[str, float]) -> dict[str, float]:

@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from headrace.algo.datum import conversation_datum
+import numpy as np
+
+from headrace.algo.datum import conversation_datum, shift
 from headrace.algo.loss_weights import reweight
 from headrace.data.conversations import Conversation, ToolConversation, messages_of
 from headrace.errors import DataError
@@ -14,8 +16,8 @@ from headrace.loops.evaluate import EvalResult
 from headrace.loops.update import Updater
 from headrace.metrics import Mean, Metric, Sum, merge_metrics, metric_values
 from headrace.protocols import MetricSink, TrainBackend
-from headrace.render import Renderer
-from headrace.types import CROSS_ENTROPY, Datum
+from headrace.render import Rendered, Renderer
+from headrace.types import CROSS_ENTROPY, Datum, float_array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,7 @@ async def train_sft(
 def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, max_tokens: int) -> Batch:
     """Render conversations with weight 1 / (trained tokens of the batch) on the assistant's tokens.
 
+    Where messages have weights, these tokens have theirs, divided by the sum of all weights of the batch.
     Counts the conversations that are truncated or have no such token.
     """
     rendered = [
@@ -84,8 +87,9 @@ def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, m
         for conversation in conversations
         for part in renderer.conversation(
             messages_of(conversation),
-            tools=conversation.tools if isinstance(conversation, ToolConversation) else None,
+            tools=(conversation.tools or None) if isinstance(conversation, ToolConversation) else None,
             max_tokens=max_tokens,
+            weights=conversation.weights if isinstance(conversation, ToolConversation) else (),
         )
     ]
     useful = [part for part in rendered if part.num_trained and len(part.tokens) > 1]
@@ -94,7 +98,7 @@ def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, m
             f"none of {len(conversations)} conversations has an assistant's token within {max_tokens} tokens: "
             "raise sft.max_tokens, or look at the data"
         )
-    data = reweight([conversation_datum(part.tokens, part.trained) for part in useful], weighting="token_mean")
+    data = _weighted(useful)
     return Batch(
         data=data,
         metrics={
@@ -102,4 +106,15 @@ def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, m
             "data/without_target": Sum(len(rendered) - len(useful)),
             "data/tokens_mean": Mean(sum(len(part.tokens) for part in useful), len(useful)),
         },
+    )
+
+
+def _weighted(parts: Sequence[Rendered]) -> tuple[Datum, ...]:
+    """Make data whose loss is the mean over trained tokens, by the weights of their messages if there are any."""
+    if all(part.weights is None for part in parts):
+        return reweight([conversation_datum(part.tokens, part.trained) for part in parts], weighting="token_mean")
+    weights = [part.trained.astype(np.float64) if part.weights is None else part.weights for part in parts]
+    total = float(sum(array[1:].sum(dtype=np.float64) for array in weights))
+    return tuple(
+        shift(part.tokens, {"weights": float_array(array / total)}) for part, array in zip(parts, weights, strict=True)
     )

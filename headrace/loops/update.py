@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from headrace.algo.losses.forward_metrics import forward_metrics
 from headrace.errors import NonFiniteError
 from headrace.metrics import Max, Mean, Metric, Sum, merge_metrics
 from headrace.protocols import TrainBackend
@@ -40,15 +41,12 @@ class Updater:
                 f"{self.skips_in_a_row} updates in a row were skipped, the last with a gradient norm of "
                 f"{out.grad_norm:g}: lower the learning rate, or look at the data of step {step}"
             )
-        trained = sum(int((datum.arrays["weights"] != 0).sum()) for datum in data)
+        measured = {**forward_metrics(loss, data, forward.logprobs), **forward.metrics}
         metrics: dict[str, Metric] = {
             "train/grad_norm": Mean(out.grad_norm, 1),
             "train/grad_norm_max": Max(out.grad_norm),
             "train/learning_rate": Mean(adam.learning_rate, 1),
             "train/skipped_updates": Sum(int(not out.updated)),
-            "train/trained_tokens": Sum(trained),
             "train/computed_tokens": Sum(sum(datum.num_tokens for datum in data)),
         }
-        return UpdateResult(
-            forward=forward, metrics=merge_metrics(merge_metrics(forward.metrics, out.metrics), metrics)
-        )
+        return UpdateResult(forward=forward, metrics=merge_metrics(merge_metrics(measured, out.metrics), metrics))

@@ -13,7 +13,8 @@ Shape letters: Q query heads, H key-value heads, G = Q / H, D head width, T pack
 
 import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from headrace.model import cuda
 from headrace.model.device import to_device
+from headrace.model.hybrid.states import RecurrentStates
 from headrace.names import KV_ROUND
 
 NAME = "headrace"
@@ -34,7 +36,9 @@ class KVCache:
     """Holds keys and values of every layer for `rows` slots of `tokens` positions: [B, H, S, D] each, fixed storage.
 
     With `storage` [layers, 2, at least B H S D] keys and values are views of it, so that another layout has the same
-    addresses.
+    addresses. `layer_shapes` has the heads of each layer and the widths of a key and a value where they differ, and
+    `shared` the layers whose keys and values are those of an earlier layer: both write the same. `state_shapes`: of
+    layers with a state.
     """
 
     def __init__(
@@ -48,19 +52,38 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         storage: Tensor | None = None,
+        routing: tuple[int, int] | None = None,  # of a mixture: its routers, and the experts that a token chooses
+        layer_shapes: Sequence[tuple[int, int, int]] | None = None,
+        shared: Mapping[int, int] | None = None,
+        state_shapes: Mapping[int, Sequence[tuple[int, ...]]] | None = None,
     ) -> None:
         shape = (rows, heads, tokens, width)
+        # [B, S, routers, K]: the experts that each cached token went to
+        self.experts = None if routing is None else torch.zeros((rows, tokens, *routing), dtype=torch.int16)
+        self.states: RecurrentStates | None = None
+        if state_shapes:
+            wide = torch.promote_types(dtype, torch.float32)
+            self.states = RecurrentStates(state_shapes, rows=rows, dtype=wide, device=device)
         self._whole: Tensor | None = None
         if storage is None:
-            self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-            self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+            sizes = layer_shapes or [(heads, width, width)] * layers
+            self.keys, self.values = (
+                [torch.zeros((rows, size[0], tokens, size[kind]), dtype=dtype, device=device) for size in sizes]
+                for kind in (1, 2)
+            )
+            for layer, source in (shared or {}).items():
+                self.keys[layer], self.values[layer] = self.keys[source], self.values[source]
         else:
+            assert layer_shapes is None
+            assert not shared
             self._whole = storage[:, :, : math.prod(shape)].view(layers, 2, *shape)
             self.keys, self.values = list(self._whole[:, 0]), list(self._whole[:, 1])
         self.rows, self.tokens = rows, tokens
 
     def copy_prefix(self, source: int, target: int, tokens: int) -> None:
         """Give slot `target` the first `tokens` positions of slot `source`."""
+        if self.experts is not None:
+            self.experts[target, :tokens] = self.experts[source, :tokens]
         if self._whole is not None:
             self._whole[:, :, target, :, :tokens] = self._whole[:, :, source, :, :tokens]
             return
@@ -70,6 +93,10 @@ class KVCache:
     def adopt(self, other: "KVCache", rows: int) -> None:
         """Take over the first `rows` slots of a cache of another length, which may lie in the same storage."""
         tokens = min(self.tokens, other.tokens)
+        if self.experts is not None and other.experts is not None:
+            self.experts[:rows, :tokens] = other.experts[:rows, :tokens]
+        if self.states is not None and other.states is not None:
+            self.states.adopt(other.states, rows)
         for mine, theirs in zip((*self.keys, *self.values), (*other.keys, *other.values), strict=True):
             filled = theirs[:rows, :, :tokens]
             mine[:rows, :, :tokens] = filled if self._whole is None else filled.clone()
@@ -89,6 +116,7 @@ class Packed:
     key_ends: Tensor | None = None  # [0, running sums of how many each segment sees]
     uses: Tensor | None = None  # places in `key_rows`, sorted by token
     use_ends: Tensor | None = None  # token t is at the places uses[use_ends[t] : use_ends[t + 1]]
+    routing: Any = None  # of a mixture of experts, what its routers choose (`model/experts.py`, `Routing`)
 
     def ancestors(self, segment: int) -> tuple[int, ...]:
         """Return the segments that come before a segment, from the first on."""
@@ -155,7 +183,25 @@ class Cached:
 
 
 Context = Packed | Cached
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOptions:
+    """Describes how a layer changes its scores q k^T between the product and the softmax."""
+
+    scaling: float | None = None  # 1 / sqrt(D) without it
+    window: int | None = None  # positions that a token sees, itself included
+    softcap: float | None = None  # c: scores become c tanh(score / c)
+    sinks_Q: Tensor | None = None  # one more score for each query head, which takes a share and adds no value
+
+    @property
+    def plain(self) -> bool:
+        """True if fused kernels compute it: a scale and a window alone."""
+        return self.softcap is None and self.sinks_Q is None
+
+
 BLOCK = 128  # positions whose values are added in one product
+SINK_BLOCK = 16  # places before the scores that the sinks take
 NARROW = 16  # width of a head below which torch computes small products differently from large ones
 ROUND = KV_ROUND  # cached lengths are read in multiples of this
 
@@ -171,19 +217,25 @@ def attend(
     dropout: float = 0.0,
     attention: Context | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention: query [1, Q, T, D], key and value [1, H, T, D] -> [1, T, Q, D]."""
+    """Compute attention: query [1, Q, T, D], key and value [1, H, T, D] -> [1, T, Q, D].
+
+    `softcap` and `s_aux` are transformers' names of the soft cap and the attention sinks.
+    """
     assert attention is not None, "call the model with attention=Packed(...) or Cached(...)"
     assert dropout == 0.0, "models are kept in eval mode"
     assert query.shape[0] == 1, "tokens are packed into one row"
+    options = ScoreOptions(scaling, sliding_window, softcap, s_aux)
     match attention:
         case Packed():
-            packed_out: Tensor = _attend_packed(query, key, value, attention, scaling, sliding_window)
+            packed_out: Tensor = _attend_packed(query, key, value, attention, options)
             return packed_out, None
         case Cached():
             layer: int = module.layer_idx  # type: ignore[assignment]
-            return _attend_cached(query, key, value, attention, layer, scaling, sliding_window), None
+            return _attend_cached(query, key, value, attention, layer, options), None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -203,20 +255,15 @@ def causal_mask(queries: int, offset: int, window: int | None, device: torch.dev
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it uncompiled: lengths differ
-def _attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
-) -> Tensor:
-    if _varlen_applies(query):
-        return _packed_varlen(query, key, value, context, scaling, window)
-    return _packed(query, key, value, context, scaling, window)
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, context: Packed, options: ScoreOptions) -> Tensor:
+    if _varlen_applies(query) and options.plain:
+        return _packed_varlen(query, key, value, context, options)
+    return _packed(query, key, value, context, options)
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, context: Packed, options: ScoreOptions) -> Tensor:
     """Compute segments of the same length behind the same parent in one call."""
     q, k, v = (torch.split(tensor, list(context.lengths), dim=2) for tensor in (query, key, value))
-    gqa = query.shape[1] != key.shape[1]
     outputs: dict[int, Tensor] = {}
     for members in _group_segments(context):
         before, count = context.ancestors(members[0]), len(members)
@@ -225,14 +272,53 @@ def _packed(
             keys = torch.cat([_joined(k, before).expand(count, -1, -1, -1), keys], dim=2)
             values = torch.cat([_joined(v, before).expand(count, -1, -1, -1), values], dim=2)
         num_queries, num_keys = queries.shape[2], keys.shape[2]
-        mask = None
-        if before or (window is not None and num_keys > window):
+        mask, window = None, options.window
+        if before or not options.plain or (window is not None and num_keys > window):
             mask = causal_mask(num_queries, num_keys - num_queries, window, query.device)
-        out = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-        )
+        out = _masked(queries, keys, values, mask, options)
         outputs.update(zip(members, torch.split(out, 1), strict=True))
     return torch.cat([outputs[segment] for segment in range(len(context.lengths))], dim=2).transpose(1, 2)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions) -> Tensor:
+    """Compute attention [N, Q, T, D] to keys [N, H, S, D] under a mask that broadcasts to [N, H, T, S].
+
+    Without a mask it is causal. torch's fused kernels have neither soft caps nor sinks: those scores are written out.
+    """
+    if options.plain:
+        gqa = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=options.scaling, enable_gqa=gqa
+        )
+    assert mask is not None, "only plain attention is computed without a mask"
+    rows, heads, queries, width = query.shape
+    grouped = query.view(rows, key.shape[1], -1, queries, width)
+    grouped = grouped * (width**-0.5 if options.scaling is None else options.scaling)
+    scores = capped(grouped @ key[:, :, None].transpose(-1, -2), options.softcap)
+    bias = (
+        torch.zeros_like(mask, dtype=scores.dtype).masked_fill_(~mask, -torch.inf) if mask.dtype is torch.bool else mask
+    )
+    real = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    scores = (scores + (bias if bias.ndim == 2 else bias[:, :, None])).to(real)
+    shares = softmax_with_sinks(scores, options.sinks_Q).to(value.dtype)
+    return (shares @ value[:, :, None]).reshape(rows, heads, queries, value.shape[-1])
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Compute c tanh(score / c)."""
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+def softmax_with_sinks(scores: Tensor, sinks_Q: Tensor | None) -> Tensor:
+    """Compute the shares of scores [N, H, G, T, S] beside the sink of each query head, whose own share is left out.
+
+    The sinks come first, and with SINK_BLOCK - 1 empty places, so that the sums over S have the same order as without.
+    """
+    if sinks_Q is None:
+        return torch.softmax(scores, dim=-1)
+    sinks = sinks_Q.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    empty = scores.new_full((*scores.shape[:-1], SINK_BLOCK - 1), -torch.inf)
+    return torch.softmax(torch.cat([sinks, empty, scores], dim=-1), dim=-1)[..., SINK_BLOCK:]
 
 
 def _joined(parts: tuple[Tensor, ...], segments: tuple[int, ...]) -> Tensor:
@@ -260,17 +346,15 @@ def _gqa_flag() -> dict[str, Any]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def _packed_varlen(
-    query: Tensor, key: Tensor, value: Tensor, context: Packed, scaling: float | None, window: int | None
-) -> Tensor:
+def _packed_varlen(query: Tensor, key: Tensor, value: Tensor, context: Packed, options: ScoreOptions) -> Tensor:
     """Compute all segments in one varlen kernel, for half precision on CUDA."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     k, v, (ends, key_ends, longest, longest_keys) = packed_keys(k, v, context)
-    left = -1 if window is None else window - 1
+    left = -1 if options.window is None else options.window - 1
     out = varlen_attn(
-        q, k, v, ends, key_ends, longest, longest_keys, scale=scaling, window_size=(left, 0), **_gqa_flag()
+        q, k, v, ends, key_ends, longest, longest_keys, scale=options.scaling, window_size=(left, 0), **_gqa_flag()
     )
     assert isinstance(out, Tensor)
     return out[None]
@@ -309,14 +393,14 @@ def _gather_keys(key_THD: Tensor, value_THD: Tensor, context: Packed) -> tuple[T
 
 
 def _attend_cached(
-    query: Tensor, key: Tensor, value: Tensor, context: Cached, layer: int, scaling: float | None, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, context: Cached, layer: int, options: ScoreOptions
 ) -> Tensor:
     """Write keys and values into the cache and compute attention against it.
 
     All G query heads of a key head are rows of one product, so keys are never repeated. On CPU an odd G gets one row
     more: with several threads of arithmetic, odd products have other bits in small batches than in large ones.
     """
-    keys, values = context.cache.keys[layer], context.cache.values[layer]
+    keys, values, window = context.cache.keys[layer], context.cache.values[layer], options.window
     written, heads, width = context.positions.shape[0], key.shape[1], key.shape[3]
     keys[context.slots, :, context.positions] = key[0, :, :written].transpose(0, 1).to(keys.dtype)
     values[context.slots, :, context.positions] = value[0, :, :written].transpose(0, 1).to(keys.dtype)
@@ -324,6 +408,7 @@ def _attend_cached(
     groups = grouped.shape[2]
     if groups % 2 and not query.is_cuda:
         grouped = torch.cat([grouped, grouped[:, :, -1:]], dim=2)
+        options = _pad_sinks(options, heads)
     outputs = []
     start = 0
     if context.mask is not None:
@@ -332,7 +417,7 @@ def _attend_cached(
         if window is not None and filled > window:
             positions = context.positions[:rows].clamp_max(filled - 1)  # idle rows see some key, so they are not NaN
             mask = mask + _window_mask(positions, filled, window, mask.dtype)
-        outputs.append(_by_row(grouped[:rows], keys[:rows, :, :filled], values[:rows, :, :filled], mask, scaling))
+        outputs.append(_by_row(grouped[:rows], keys[:rows, :, :filled], values[:rows, :, :filled], mask, options))
         start = rows
     first = start
     for chunk in context.chunks:
@@ -345,15 +430,23 @@ def _attend_cached(
         if window is not None and filled > window:
             mask = mask + _window_mask(context.positions[span], filled, window, mask.dtype)
         key_all, value_all = (store[chunk.row, :, :filled].expand(chunk.length, -1, -1, -1) for store in (keys, values))
-        outputs.append(_by_row(grouped[span], key_all, value_all, mask, scaling))
+        outputs.append(_by_row(grouped[span], key_all, value_all, mask, options))
         start += chunk.length
     if start < query.shape[2]:
-        outputs.append(torch.zeros_like(grouped[start:]))
+        outputs.append(grouped.new_zeros(*grouped[start:].shape[:-1], values.shape[-1]))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output[:, :, :groups].reshape(1, query.shape[2], -1, width).to(query.dtype)
+    return output[:, :, :groups].reshape(1, query.shape[2], -1, values.shape[-1]).to(query.dtype)
 
 
-def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+def _pad_sinks(options: ScoreOptions, heads: int) -> ScoreOptions:
+    """Repeat the last sink of every key head, as its queries are repeated."""
+    if options.sinks_Q is None:
+        return options
+    sinks_HG = options.sinks_Q.view(heads, -1)
+    return replace(options, sinks_Q=torch.cat([sinks_HG, sinks_HG[:, -1:]], dim=1).flatten())
+
+
+def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
     """Compute attention row by row: query [R, H, G, W], key and value [R, H, F, W], mask [R, 1, 1, F] -> [R, H, G, W].
 
     On CPU it is batched products, twice as fast there as the fused kernel for a few queries. torch would cut a product
@@ -363,27 +456,38 @@ def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: fl
     heads, width = query.shape[1], query.shape[3]
     if query.shape[0] * heads == 1 and not query.is_cuda:  # torch computes a single product differently from several
         query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
-        return _by_row(query, key, value, mask, scaling)[:1]
-    if query.is_cuda or width < NARROW:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    query = query * (width**-0.5 if scaling is None else scaling)
+        return _by_row(query, key, value, mask, options)[:1]
+    if options.plain and (query.is_cuda or width < NARROW):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.scaling)
+    query = query * (width**-0.5 if options.scaling is None else options.scaling)
+    if min(width, value.shape[-1]) < NARROW and not query.is_cuda:
+        wide_query, wide_key, wide_value = (
+            F.pad(tensor, (0, max(0, NARROW - tensor.shape[-1]))) for tensor in (query, key, value)
+        )
+        out = _by_row(wide_query, wide_key, wide_value, mask, replace(options, scaling=1.0))
+        return out[..., : value.shape[-1]]
     if heads == 1 or key.stride(0) == heads * key.stride(1):
-        return _products(query, key, value, mask)
-    spans = (slice(head, head + 1) for head in range(heads))
-    outputs = [_products(query[:, span], key[:, span], value[:, span], mask) for span in spans]
-    return torch.cat(outputs, dim=1)  # rows share their keys: without a copy only one head at a time is a batch
+        return _products(query, key, value, mask, options)
+    outputs = []
+    for head in range(heads):  # rows share their keys: without a copy only one head at a time is a batch
+        span, of_head = slice(head, head + 1), options
+        if options.sinks_Q is not None:
+            of_head = replace(options, sinks_Q=options.sinks_Q.view(heads, -1)[head])
+        outputs.append(_products(query[:, span], key[:, span], value[:, span], mask, of_head))
+    return torch.cat(outputs, dim=1)
 
 
-def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
     """Compute `_by_row` for scaled queries, and keys whose rows and heads are one dimension in memory."""
     rows, heads, groups, _ = query.shape
     queries, keys, values = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1)
     scores = torch.bmm(queries, keys.transpose(1, 2)).view(rows, heads, groups, -1)
-    shares = torch.softmax(scores.add_(mask), dim=-1).flatten(0, 1)
+    scores = capped(scores, options.softcap).add_(mask)
+    shares = softmax_with_sinks(scores[..., None, :], options.sinks_Q).flatten(2, 3).flatten(0, 1)
     output = torch.bmm(shares[..., :BLOCK], values[:, :BLOCK])
     for start in range(BLOCK, key.shape[2], BLOCK):
         output.baddbmm_(shares[..., start : start + BLOCK], values[:, start : start + BLOCK])
-    return output.view(query.shape)
+    return output.view(rows, heads, groups, -1)
 
 
 def visible_mask(positions: Tensor, filled: int, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,8 @@ need a whole sequence at once; its backward pass computes the logits again (four
 
 With p = softmax(z), z = W h / tau: d logp_y / dz = onehot(y) - p and dH / dz = -p (log p + H).
 The factor dL/dlogp of a token multiplies rows, so it is applied to [C, D] hidden states and never to [C, V].
+Models that scale their logits (z = s W h / tau) multiply rows too. A soft cap, z = c tanh(s W h / c) / tau, has a slope
+of its own for each logit, 1 - tanh^2, which the chunk keeps for the backward pass.
 
 Shape letters: T tokens, C tokens of a chunk, D width, V vocabulary, K alternatives per token.
 """
@@ -43,6 +45,26 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitRule:
+    """Scales the logits of a model, then caps them by c tanh(z / c), before the softmax."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def apply(self, logits_CV: Tensor) -> Tensor:
+        """Apply the rule; logits that need no gradient are overwritten."""
+        if logits_CV.requires_grad:
+            scaled = logits_CV * self.scale
+            return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
+        if self.softcap is not None:
+            return logits_CV.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+        return logits_CV if self.scale == 1.0 else logits_CV.mul_(self.scale)
+
+
+PLAIN = LogitRule()
+
+
+@dataclass(frozen=True, slots=True)
 class HeadChunk:
     """Probabilities over the vocabulary for one chunk, and the log-probs and entropies read off them."""
 
@@ -50,15 +72,21 @@ class HeadChunk:
     logp_CV: Tensor | None  # only with the entropy
     logprobs: Tensor  # shape of the targets
     entropy_C: Tensor | None
+    slope_CV: Tensor | None = None  # of the soft cap
 
 
-def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_entropy: bool) -> HeadChunk:
+def read_chunk(
+    hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_entropy: bool, rule: LogitRule = PLAIN
+) -> HeadChunk:
     """Compute a chunk's probabilities and log-probs, with the softmax in float32 (float64 stays float64)."""
     logits_CV = logits(hidden_CD, weight_VD)
-    if not want_entropy and logits_CV.is_cuda and weight_VD.dtype in HALF and cuda.available():
+    if rule == PLAIN and not want_entropy and logits_CV.is_cuda and weight_VD.dtype in HALF and cuda.available():
         return _read_in_place(logits_CV, targets, weight_VD.dtype)
     if logits_CV.dtype in (torch.bfloat16, torch.float16):
         logits_CV = logits_CV.float()
+    logits_CV, slope_CV = rule.apply(logits_CV), None
+    if rule.softcap is not None:
+        slope_CV = (logits_CV / rule.softcap).square_().neg_().add_(1.0)
     if targets.temperature is not None:
         logits_CV = logits_CV.div_(targets.temperature[:, None])
     flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
@@ -67,19 +95,22 @@ def read_chunk(hidden_CD: Tensor, weight_VD: Tensor, targets: Targets, *, want_e
         del logits_CV
         probs_CV = logp_CV.exp()
         entropy_C = -(probs_CV * logp_CV).sum(dim=-1)
-        return HeadChunk(probs_CV, logp_CV, logp_CV.gather(1, flat).view(targets.tokens.shape), entropy_C)
+        picked = logp_CV.gather(1, flat)
+        return HeadChunk(probs_CV, logp_CV, picked.view(targets.tokens.shape), entropy_C, slope_CV)
     if logits_CV.device.type == "cpu":
         probs_CV = torch.softmax(logits_CV, dim=-1, out=logits_CV)  # half the memory: more of it stays in the cache
         picked = probs_CV.gather(1, flat).log()
         if bool((unlikely_C := (picked < UNLIKELY).any(dim=1)).any()):  # their probabilities have few bits, or none
             temperature = None if targets.temperature is None else targets.temperature[unlikely_C]
             unlikely = Targets(flat[unlikely_C], temperature)
-            picked[unlikely_C] = read_chunk(hidden_CD[unlikely_C], weight_VD, unlikely, want_entropy=True).logprobs
+            picked[unlikely_C] = read_chunk(
+                hidden_CD[unlikely_C], weight_VD, unlikely, want_entropy=True, rule=rule
+            ).logprobs
     else:
         top_C1, raw_CK = logits_CV.amax(dim=-1, keepdim=True), logits_CV.gather(1, flat)
         probs_CV = torch.softmax(logits_CV, dim=-1)
         picked = picked_logprobs(raw_CK, top_C1, probs_CV)
-    return HeadChunk(probs_CV, None, picked.view(targets.tokens.shape), None)
+    return HeadChunk(probs_CV, None, picked.view(targets.tokens.shape), None, slope_CV)
 
 
 def logits(hidden_CD: Tensor, weight_VD: Tensor, out: Tensor | None = None) -> Tensor:
@@ -121,6 +152,7 @@ def backward_chunk(
     grad_logprobs: Tensor,
     grad_entropy_C: Tensor | None,
     grad_weight_VD: Tensor | None,
+    rule: LogitRule = PLAIN,
 ) -> Tensor:
     """Return the gradient of the hidden states and add the weight's to `grad_weight_VD`. Overwrites the chunk."""
     flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
@@ -138,6 +170,11 @@ def backward_chunk(
     if targets.temperature is not None:
         scale_C = scale_C / targets.temperature
         grad_CK = grad_CK / targets.temperature[:, None]
+    if chunk.slope_CV is not None:
+        probs_CV = probs_CV.mul_(chunk.slope_CV)
+        grad_CK = grad_CK * chunk.slope_CV.gather(1, flat)
+    if rule.scale != 1.0:
+        scale_C, grad_CK = scale_C * rule.scale, grad_CK * rule.scale
     probs_CV = probs_CV.to(weight_VD.dtype)
     grad_hidden_CD = linear_backward_input(probs_CV, weight_VD).mul_(-scale_C[:, None].to(weight_VD.dtype))
     for k in range(flat.shape[1]):
@@ -180,6 +217,7 @@ def fused_loss(
     grad_weight_VD: Tensor | None,
     want_gradient: bool,
     chunk_tokens: int = CHUNK_TOKENS,
+    rule: LogitRule = PLAIN,
 ) -> FusedOut:
     """Evaluate `loss(span, logprobs, entropy) -> scalar` chunk by chunk; the loss is a sum over tokens."""
     hidden_TD, weight_VD = hidden_TD.detach(), detached(weight_VD)
@@ -189,7 +227,7 @@ def fused_loss(
         span = slice(start, start + chunk_tokens)
         part = targets.chunk(span)
         with torch.no_grad():
-            chunk = read_chunk(hidden_TD[span], weight_VD, part, want_entropy=want_entropy)
+            chunk = read_chunk(hidden_TD[span], weight_VD, part, want_entropy=want_entropy, rule=rule)
         picked = chunk.logprobs.detach().requires_grad_(want_gradient)
         entropy = None if chunk.entropy_C is None else chunk.entropy_C.detach().requires_grad_(want_gradient)
         value = loss(span, picked, entropy)
@@ -210,6 +248,7 @@ def fused_loss(
                 torch.zeros_like(picked) if grads[0] is None else grads[0],
                 grad_entropy,
                 grad_weight_VD,
+                rule,
             )
     return FusedOut(torch.cat(logprobs), torch.cat(entropies) if entropies else None, gradient)
 
@@ -217,16 +256,22 @@ def fused_loss(
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets: Targets, want_entropy: bool, chunk_tokens: int
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        targets: Targets,
+        want_entropy: bool,
+        chunk_tokens: int,
+        rule: LogitRule,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies = [], []
         for start in range(0, hidden_TD.shape[0], chunk_tokens):
             span = slice(start, start + chunk_tokens)
-            chunk = read_chunk(hidden_TD[span], weight_VD, targets.chunk(span), want_entropy=want_entropy)
+            chunk = read_chunk(hidden_TD[span], weight_VD, targets.chunk(span), want_entropy=want_entropy, rule=rule)
             logprobs.append(chunk.logprobs)
             entropies.append(torch.zeros_like(chunk.probs_CV[:, 0]) if chunk.entropy_C is None else chunk.entropy_C)
         ctx.save_for_backward(hidden_TD, weight_VD)
-        ctx.targets, ctx.want_entropy, ctx.chunk_tokens = targets, want_entropy, chunk_tokens
+        ctx.targets, ctx.want_entropy, ctx.chunk_tokens, ctx.rule = targets, want_entropy, chunk_tokens, rule
         return torch.cat(logprobs), torch.cat(entropies)
 
     @staticmethod
@@ -237,7 +282,7 @@ class _Logprobs(torch.autograd.Function):
         for start in range(0, hidden_TD.shape[0], ctx.chunk_tokens):
             span = slice(start, start + ctx.chunk_tokens)
             part = ctx.targets.chunk(span)
-            chunk = read_chunk(hidden_TD[span], weight_VD, part, want_entropy=ctx.want_entropy)
+            chunk = read_chunk(hidden_TD[span], weight_VD, part, want_entropy=ctx.want_entropy, rule=ctx.rule)
             grad_hidden[span] = backward_chunk(
                 chunk,
                 hidden_TD[span],
@@ -246,8 +291,9 @@ class _Logprobs(torch.autograd.Function):
                 grad_logprobs[span],
                 grad_entropy_T[span] if ctx.want_entropy else None,
                 grad_weight,
+                ctx.rule,
             )
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None, None
 
 
 def logprobs(
@@ -257,8 +303,9 @@ def logprobs(
     *,
     want_entropy: bool = False,
     chunk_tokens: int | None = None,
+    rule: LogitRule = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute differentiable log-probs (shape of the targets) and, with `want_entropy`, entropies [T]."""
     chunk = chunk_tokens or default_chunk(hidden_TD.device)
-    picked, entropy = _Logprobs.apply(hidden_TD, weight_VD, targets, want_entropy, chunk)  # type: ignore[no-untyped-call]
+    picked, entropy = _Logprobs.apply(hidden_TD, weight_VD, targets, want_entropy, chunk, rule)  # type: ignore[no-untyped-call]
     return picked, entropy if want_entropy else None

@@ -19,10 +19,11 @@ from types import MethodType
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
 from transformers.utils import logging as transformers_logging
 
 from headrace.algo.random import MULTIPLIERS, WEYL_INCREMENT
@@ -30,14 +31,19 @@ from headrace.errors import ModelError, SamplerError, boundary
 from headrace.model.attention import NAME as ATTENTION
 from headrace.model.attention import Context
 from headrace.model.compute_thread import MODEL_CONSTRUCTION
+from headrace.model.cpu.float64 import keep_float64
 from headrace.model.cpu.layers import patch_cpu_layers
 from headrace.model.cpu.packed_linear import pack_linears
 from headrace.model.cuda.compile import layer_forward
+from headrace.model.experts import prepare_experts, routed, stack_experts, stacked_names
 from headrace.model.folder_check import check_model_folder
-from headrace.model.lora import ADAPTER, LoraLinear
+from headrace.model.head import LogitRule
+from headrace.model.hybrid.layers import prepare_hybrid
+from headrace.model.lora import ADAPTER, LoraLinear, merge_adapter
 from headrace.model.quantized import Quantization, choose_quantizer, package_config, quantize_model
-from headrace.model.supported import check_supported
-from headrace.names import SMOLLM2, SMOLLM2_INSTALL
+from headrace.model.supported import check_device, check_supported, context_of, decoder_layers, logit_settings
+from headrace.names import SMOLLM2, SMOLLM2_INSTALL, TEXT_HALVES
+from headrace.storage.adapter_files import describe_adapter, find_adapter
 from headrace.storage.hub import hub_name, model_files
 
 logger = logging.getLogger(__name__)
@@ -66,7 +72,12 @@ class LanguageModel:
 
     @property
     def context(self) -> int:
-        return int(self.model.config.max_position_embeddings)
+        return context_of(self.model.config)
+
+    @property
+    def logit_rule(self) -> LogitRule:
+        """The scale and soft cap of the model's logits."""
+        return LogitRule(**logit_settings(self.model.config))
 
     @property
     def vocabulary(self) -> int:
@@ -81,7 +92,8 @@ class LanguageModel:
             inputs = {"inputs_embeds": embedded_TD[None]}
         if tokens_T.is_cuda:  # the mask is never read; without one transformers reads the positions, which waits
             inputs["attention_mask"] = tokens_T.new_empty((1, 1, 1, 1), dtype=torch.bool)
-        out = self.model.base_model(**inputs, position_ids=positions_T[None], attention=attention, use_cache=False)
+        with routed(attention):
+            out = self.model.base_model(**inputs, position_ids=positions_T[None], attention=attention, use_cache=False)
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def head_weight(self) -> Tensor:
@@ -112,65 +124,138 @@ def load_model(
     quantization: Quantization | None = None,
 ) -> LanguageModel:
     """Load a model from a Hugging Face folder (safetensors only), or by its name: "smollm2-135m", "owner/name" of the
-    hub.
+    hub. A PEFT adapter is merged into the base model that it names.
 
     Raises ModelError when it cannot be loaded. With `quantization` the model can score but not train.
     """
+    if str(path) != SMOLLM2 and (found := find_adapter(str(path))) is not None:
+        adapter = describe_adapter(found)
+        if quantization is not None:
+            raise ModelError(f"{path} is an adapter, and quantised weights cannot be merged with one: merge it first")
+        base = load_model(adapter.base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        merge_adapter(base.model, adapter)
+        tokenizer = base.tokenizer
+        if has_tokenizer(found):
+            with boundary(ModelError, f"the tokenizer in {found} cannot be loaded"):
+                tokenizer = AutoTokenizer.from_pretrained(found, trust_remote_code=trust_remote_code)
+        return replace(base, tokenizer=tokenizer, source=str(path))
     folder = model_folder(str(path), code=trust_remote_code)
     check_model_folder(folder, trust_remote_code=trust_remote_code)
     with MODEL_CONSTRUCTION, boundary(ModelError, f"the model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        is_half = config.model_type in TEXT_HALVES
+        if is_half:
+            tied = config.tie_word_embeddings or config.text_config.tie_word_embeddings
+            config = config.text_config
+            config.tie_word_embeddings = tied
         check_supported(config)
+        check_device(config, device)
         place = torch.device(device)
         quantizer = "plain" if quantization is None else choose_quantizer(quantization, device=place, dtype=dtype)
         by_package: dict[str, Any] = {}
-        if quantization is not None and quantizer != "plain":
+        if _is_mxfp4(config):  # as gpt-oss is published; its experts are trained in the model's own type
+            by_package = {"quantization_config": Mxfp4Config(dequantize=True)}
+        elif quantization is not None and quantizer != "plain":
             settings = package_config(quantizer, quantization.bits, device=place, dtype=dtype, config=config)
             by_package = {"quantization_config": settings, "device_map": {"": device}}
         model = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             attn_implementation="eager",
             **by_package,
         )
+        if _is_mxfp4(config):
+            _forget_quantizer(model)
+            by_package = {}
+        if is_half:
+            check_text_half(model, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    # quantised before it is moved: the device may have no room for all of it
+    num_plain = 0 if quantization is None else quantize_model(model, quantization.bits)
     lm = prepare(own_storage(model if by_package else model.to(device)), tokenizer, source=str(path))
     if quantization is not None:
-        num_plain = quantize_model(lm.model, quantization.bits)
         logger.info(
             "%s has %d-bit weights by %s, %d layers by plain torch", path, quantization.bits, quantizer, num_plain
         )
     return lm
 
 
+def _is_mxfp4(config: Any) -> bool:
+    """Tell whether the files hold experts in MXFP4: blocks of 4-bit numbers with a scale each."""
+    described = getattr(config, "quantization_config", None) or {}
+    return isinstance(described, Mapping) and described.get("quant_method") == "mxfp4"
+
+
+def _forget_quantizer(model: Any) -> None:
+    """Make a model whose weights transformers has expanded an ordinary one, which is saved as it is."""
+    for name in ("quantization_config", "_pre_quantization_dtype"):
+        if hasattr(model.config, name):
+            delattr(model.config, name)
+    model.hf_quantizer, model.is_quantized, model._weight_conversions = None, False, None
+    if hasattr(model, "quantization_method"):
+        del model.quantization_method
+
+
+def check_text_half(model: Any, folder: Path) -> None:
+    """Log what of a multimodal model was not loaded. Raises ModelError if the folder lacks weights of its text half."""
+    names: set[str] = set()
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            names |= set(opened.keys())
+    loaded = stacked_names({name.replace("model.language_model.", "model.", 1) for name in names})
+    missing = [name for name, _ in model.named_parameters() if name not in loaded]
+    if missing:
+        raise ModelError(f"{folder} has no {missing[0]}, a weight of the text half of a multimodal model")
+    left = sorted(name for name in names if not name.startswith(("model.language_model.", "lm_head.")))
+    parts = sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in left})
+    logger.warning(
+        "%s is multimodal: its text half is loaded, as type '%s'; %d tensors of %s are left out",
+        folder,
+        model.config.model_type,
+        len(left),
+        ", ".join(parts) or "nothing",
+    )
+
+
 def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
     """Check that a Hugging Face model is supported and switch it to eval mode and the shared attention function."""
     check_supported(model.config)
+    check_device(model.config, next(model.parameters()).device.type)
     if getattr(getattr(model, "lm_head", None), "bias", None) is not None:
         raise ModelError("a bias on the output head is not supported")
     model.eval()
     model.config._attn_implementation = ATTENTION
     pack_linears(model)
+    prepare_experts(model)
+    prepare_hybrid(model)
     patch_cpu_layers(model)
     if next(model.parameters()).dtype == torch.float64:
-        _norms_in_float64(model)
+        keep_float64(model)
     return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def model_folder(path: str, *, weights: bool = True, code: bool = False) -> Path:
     """Return the Hugging Face folder of a path, of "smollm2-135m", or of a model on the hub, which is fetched first.
 
-    A folder of this machine wins over the hub. Without `weights`, or without `code` (of a model's own), these are not
-    fetched. Raises ModelError when there is no model.
+    A folder of this machine wins over the hub. Of an adapter it is that of its base model. Without `weights`, or
+    without `code` (of a model's own), these are not fetched. Raises ModelError when there is no model.
     """
+    if path != SMOLLM2 and (adapter := find_adapter(path)) is not None:
+        return model_folder(describe_adapter(adapter).base, weights=weights, code=code)
     folder = smollm2_folder() if path == SMOLLM2 else Path(path)
     if not folder.exists() and (name := hub_name(path)) is not None:
         folder = model_files(name, weights=weights, code=code)
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         raise ModelError(f"{folder} has no tokenizer: put there what tokenizer.save_pretrained writes")
     return folder
 
@@ -183,29 +268,6 @@ def _eos_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
         if token is not None and token not in tokens:
             tokens.append(int(token))
     return tuple(tokens)
-
-
-def _norms_in_float64(model: Any) -> None:
-    norms = [(name, module) for name, module in model.named_modules() if type(module).__name__.endswith("RMSNorm")]
-    for name, module in norms:
-        parent, _, leaf = name.rpartition(".")
-        plus_one = "Gemma" in type(module).__name__
-        setattr(model.get_submodule(parent), leaf, _Float64Norm(module, plus_one=plus_one))
-
-
-class _Float64Norm(nn.Module):
-    """RMS norm without transformers' detour through float32, so that float64 models are float64 throughout."""
-
-    def __init__(self, norm: Any, *, plus_one: bool) -> None:
-        super().__init__()
-        self.weight = norm.weight
-        self.eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6))
-        self.plus_one = plus_one
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        result: Tensor = scaled * (1.0 + self.weight if self.plus_one else self.weight)
-        return result
 
 
 @contextmanager
@@ -238,12 +300,7 @@ def smollm2_folder() -> Path:
     with MODEL_CONSTRUCTION, boundary(ModelError, f"{files[0].name} cannot be converted"):
         tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=files[0].name)
         model = AutoModelForCausalLM.from_pretrained(package, gguf_file=files[0].name, dtype=torch.float32)
-        for name in ("quantization_config", "_pre_quantization_dtype"):
-            if hasattr(model.config, name):
-                delattr(model.config, name)
-        model.hf_quantizer, model.is_quantized = None, False
-        if hasattr(model, "quantization_method"):
-            del model.quantization_method
+        _forget_quantizer(model)
         temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
@@ -272,23 +329,29 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         weights.update(load_file(file))
-    return weights
+    return stack_experts(weights)
 
 
-def copy_folder(folder: Path, model: Any) -> None:
-    """Copy the safetensors of a folder into the storage of the model's parameters; raises SamplerError."""
+def copy_folder(folder: Path, model: Any, *, partial: bool = False) -> None:
+    """Copy the safetensors of a folder into the storage of the model's parameters; raises SamplerError.
+
+    `partial`: the folder may lack weights, which stay as they are.
+    """
     weights = read_weights(folder)
     if not weights:
         raise SamplerError(f"{folder} holds no model*.safetensors")
-    copy_weights(weights, model)
+    copy_weights(weights, model, partial=partial)
 
 
-def copy_weights(weights: Mapping[str, Tensor], model: Any) -> None:
+def copy_weights(weights: Mapping[str, Tensor], model: Any, *, partial: bool = False) -> None:
     """Copy weights into the storage of the model's parameters.
 
-    Raises SamplerError before anything is written when a weight is missing or misshapen.
+    Raises SamplerError before anything is written when a weight is missing (unless `partial`) or misshapen.
     """
     named = dict(model.named_parameters())
+    if partial and not weights.keys() <= named.keys():
+        raise SamplerError("the new weights have names that this model has not: they are another model's")
+    named = {name: parameter for name, parameter in named.items() if not partial or name in weights}
     for name, parameter in named.items():
         if name not in weights:
             raise SamplerError(f"the new weights lack {name}: they are another model's")
@@ -396,7 +459,7 @@ def full_copy(lm: LanguageModel) -> LanguageModel:
 
 def recompute_layers(model: Any) -> None:
     """Keep only each layer's input for the backward pass, which computes the layer again (gradient checkpointing)."""
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         layer.forward = MethodType(_recomputed, layer)  # bound to the layer, so a deep copy of the model uses its own
 
 

@@ -26,11 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
+from headrace.model.lora import linear_layers, linear_sizes
+from headrace.names import JOINED_LAYERS, STATE_PROJECTIONS
 
 BASE = 0  # the key of no adapter at all
 HEAD = "lm_head"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+JOINED = tuple(end.rpartition(".")[2] for end in (*JOINED_LAYERS, *STATE_PROJECTIONS))
 ROWS, RANK = 4, 4  # see above
 CACHED_ROW_ADAPTERS = 4  # of the rows of a step and of those that sample, now and before
 SMALL = 400  # multiplications; below, torch has another loop for batched products, with other bits
@@ -68,18 +71,16 @@ class LinearGroup:
 
 def linear_groups(model: nn.Module) -> dict[str, LinearGroup]:
     """Group the linear layers that adapters may change: query, key and value are one part, gate and up are one."""
-    linears = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    linears = {name: linear_sizes(layer) for name, layer in linear_layers(model).items()}
     together = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
     grouped: dict[str, list[str]] = {}
     for name in linears:
         parent, _, leaf = name.rpartition(".")
-        if leaf in (*ATTENTION, *MLP, HEAD):
+        if leaf in (*ATTENTION, *MLP, *JOINED, HEAD):
             first = f"{parent}.{together[leaf]}" if leaf in together else name
             grouped.setdefault(first if first in linears else name, []).append(name)
     return {
-        first: LinearGroup(
-            tuple(names), linears[first].in_features, tuple(linears[name].out_features for name in names)
-        )
+        first: LinearGroup(tuple(names), linears[first][0], tuple(linears[name][1] for name in names))
         for first, names in grouped.items()
     }
 

@@ -9,6 +9,7 @@ Shape letters: R rows (tokens), D width.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +39,18 @@ def load_scalar_model(
     with MODEL_CONSTRUCTION, boundary(ModelError, f"the scalar model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         check_supported(config)
-        if config.num_labels != 1:
-            raise ModelError(f"{folder} is a classifier with {config.num_labels} labels: a reward model has one")
+        check_one_label(config, folder)
         model = AutoModelForSequenceClassification.from_pretrained(
             folder, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, attn_implementation="eager"
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     return prepare(own_storage(model.to(device)), tokenizer, source=path)
+
+
+def check_one_label(config: Any, folder: Path) -> None:
+    """Raise ModelError if a sequence classifier has more than one label."""
+    if config.num_labels != 1:
+        raise ModelError(f"{folder} is a classifier with {config.num_labels} labels: a reward model has one")
 
 
 def is_scalar_folder(folder: Path) -> bool:
@@ -78,8 +84,9 @@ def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> L
 
 
 def new_value_head(lm: LanguageModel) -> nn.Linear:
-    """Make a scalar head of zeros for the width of `lm`."""
-    head = nn.Linear(lm.model.config.hidden_size, 1, bias=False, device=lm.device, dtype=lm.dtype)
+    """Make a scalar head of zeros for the width of `lm`; in host memory if the weights of `lm` have not been read."""
+    device = torch.device("cpu") if lm.device.type == "meta" else lm.device
+    head = nn.Linear(lm.model.config.hidden_size, 1, bias=False, device=device, dtype=lm.dtype)
     nn.init.zeros_(head.weight)
     return head
 

@@ -5,7 +5,7 @@ loaded.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import tomli_w
@@ -18,14 +18,28 @@ from headrace.config import (
     RewardModelConfig,
     RlConfig,
     SftConfig,
+    keeps_weights,
+    num_steps,
     preset_text,
     to_mapping,
 )
 from headrace.config.schema import MetricsConfig
-from headrace.model.memory import Memory, MemoryPlan, ModelDims, Placement
+from headrace.model.memory import (
+    DTYPE_BYTES,
+    USABLE,
+    ColocatedMemory,
+    Memory,
+    MemoryPlan,
+    ModelDims,
+    Placement,
+    colocated_memory,
+    default_kv_room,
+    kv_bytes_per_token,
+    num_parameters,
+)
 from headrace.observe.sinks.alerts import AlertRule
 
-RANKS = (2, 3, 4, 6, 8, 16, 32, 64)  # numbers of devices that are tried
+CARDS = (1, 2, 4, 8, 16, 32, 64)  # numbers of devices that are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,27 +56,36 @@ def explain(
     file: str,
     shape: ModelDims,
     placement: Placement,
-    planned: MemoryPlan,
+    plans: Mapping[int, MemoryPlan],  # by number of devices, with that of the configuration
     machine: Machine,
     download: str | None = None,
+    lengths: Sequence[str] = (),
 ) -> str:
     """Print the resolved configuration as TOML, then what it will do, section by section.
 
-    `download` says how much of the model the run has to fetch.
+    `download` says how much of the model the run has to fetch, `lengths` how many steps the epochs of stages are.
     """
-    sections = {
+    planned = plans[config.cluster.ranks]
+    sections: dict[str, Iterable[str]] = {
         "Model": [*_model(config, shape, planned), *([] if download is None else [download])],
         "Device": _device(placement),
-        "Stages": _stages(config),
+        "Stages": [*_stages(config), *lengths],
         "Memory, an estimate": _memory(config, planned, machine),
+        "Cards": _cards(config, placement, plans, machine),
+        "Processes": _processes(config, shape, placement, planned, machine),
         "Checkpoints": _checkpoints(config, planned, machine),
     }
+    sections = {title: body for title, body in sections.items() if body}
     return _join_sections(config, file, sections)
 
 
-def explain_served(config: Config, *, file: str) -> str:
+def explain_served(config: Config, *, file: str, lengths: Sequence[str] = ()) -> str:
     """Print the same for a model at a service, without contacting it: what runs there, and what runs here."""
-    sections = {"Model": _served_model(config), "Stages": _stages(config), "Checkpoints": _served_checkpoints(config)}
+    sections = {
+        "Model": _served_model(config),
+        "Stages": [*_stages(config), *lengths],
+        "Checkpoints": _served_checkpoints(config),
+    }
     return _join_sections(config, file, sections)
 
 
@@ -79,6 +102,8 @@ def _metrics(c: MetricsConfig) -> Iterator[str]:
     where = {
         "tensorboard": "TensorBoard",
         "wandb": f"Weights & Biases, project {c.wandb.project} ({c.wandb.mode})",
+        "trackio": f"Trackio, project {c.trackio.project} ({c.trackio.space_id or 'this machine'})",
+        "mlflow": f"MLflow, experiment {c.mlflow.experiment}",
         "prometheus": f"Prometheus at http://{c.prometheus.host}:{c.prometheus.port}/metrics",
         "datadog": f"the Datadog agent at {c.datadog.host}:{c.datadog.port}",
     }
@@ -110,6 +135,11 @@ def _model(config: Config, shape: ModelDims, planned: MemoryPlan) -> Iterator[st
         f"{config.model.path} ({shape.model_type}): {shape.layers} layers, {shape.width} wide, {shape.heads} heads "
         f"({shape.kv_heads} for keys and values), vocabulary {shape.vocabulary:,}{context}"
     )
+    if (mixture := shape.mixture) is not None:
+        yield (
+            f"a mixture of {mixture.experts} experts, of which a token chooses {mixture.per_token}: "
+            f"{num_parameters(shape, active=True):,} of its parameters are active for a token"
+        )
     if config.model.lora is None:
         yield f"{planned.parameters:,} parameters, all of them trained"
     else:
@@ -156,12 +186,12 @@ def _stages(config: Config) -> Iterator[str]:
 
 def _sft(sft: SftConfig) -> Iterator[str]:
     names = ", ".join(source.path or source.name or source.type for source in sft.sources)
-    yield f"supervised fine-tuning on {names}: {sft.steps:,} steps, one optimiser update each"
+    yield f"supervised fine-tuning on {names}: {num_steps(sft):,} steps, one optimiser update each"
     yield f"each step: {sft.batch_size} conversations, at most {sft.batch_size * sft.max_tokens:,} tokens"
 
 
 def _distill(c: DistillConfig) -> Iterator[str]:
-    yield f"on-policy distillation ({c.kl} KL): {c.steps:,} steps, one optimiser update each"
+    yield f"on-policy distillation ({c.kl} KL): {num_steps(c):,} steps, one optimiser update each"
     most = c.batch_size * c.max_episode_tokens
     yield f"each step: {c.batch_size} episodes, at most {most:,} tokens, prompts included"
     for teacher in c.teachers:
@@ -172,7 +202,7 @@ def _distill(c: DistillConfig) -> Iterator[str]:
 def _dpo(c: DpoConfig) -> Iterator[str]:
     names = ", ".join(source.path or source.name or source.type for source in c.sources)
     what = "labelled replies" if c.loss == "kto" else "pairs"
-    yield f"preferences ({c.loss}) from the {what} of {names}: {c.steps:,} steps, one optimiser update each"
+    yield f"preferences ({c.loss}) from the {what} of {names}: {num_steps(c):,} steps, one optimiser update each"
     sides = 1 if c.loss == "kto" else 2
     yield f"each step: {c.batch_size} {what}, at most {sides * c.batch_size * c.max_tokens:,} tokens"
     if c.has_reference:
@@ -184,15 +214,16 @@ def _dpo(c: DpoConfig) -> Iterator[str]:
 
 def _reward_model(c: RewardModelConfig) -> Iterator[str]:
     names = ", ".join(source.path or source.name or source.type for source in c.sources)
-    yield f"a reward model from the pairs of {names}: {c.steps:,} steps, one optimiser update each"
+    yield f"a reward model from the pairs of {names}: {num_steps(c):,} steps, one optimiser update each"
     yield f"each step: {c.batch_size} pairs, at most {2 * c.batch_size * c.max_tokens:,} tokens"
 
 
 def _rl(rl: RlConfig) -> Iterator[str]:
     episodes = rl.groups * rl.group_size
     sampled = min(rl.max_turns * rl.sampling.max_tokens, rl.max_episode_tokens)
-    name = rl.tasks.path or rl.tasks.name or rl.tasks.type
-    yield f"reinforcement learning on {name}: {rl.steps:,} steps, {rl.steps * rl.minibatches:,} optimiser updates"
+    name = ", ".join(source.path or source.name or source.type for source in rl.tasks)
+    steps = num_steps(rl)
+    yield f"reinforcement learning on {name}: {steps:,} steps, {steps * rl.minibatches:,} optimiser updates"
     yield (
         f"each step: {rl.groups} groups x {rl.group_size} episodes = {episodes} episodes, at most "
         f"{episodes * rl.max_episode_tokens:,} tokens, prompts included; at most {episodes * sampled:,} are sampled"
@@ -238,6 +269,8 @@ def _async_options(rl: RlConfig) -> Iterator[str]:
 
 def _memory(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[str]:
     memory = planned.memory
+    if planned.ranks > 1:
+        yield f"on the first of {planned.ranks} ranks, over which training is sharded:"
     rows: Mapping[str, int] = {
         "weights": memory.weights,
         "gradients (float32 or wider)": memory.gradients,
@@ -245,6 +278,8 @@ def _memory(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[s
         "AdamW moments": memory.moments,
         "activations of one micro-batch": memory.activations,
         "log-prob head, one chunk": memory.head,
+        "layers and head that are whole": memory.gathered,
+        "a copy of the weights, to sample": memory.copy,
         f"keys and values of {planned.kv_tokens:,} tokens": memory.kv,
         "packed copies of weights": memory.packed,
         "other models": memory.beside,
@@ -252,13 +287,13 @@ def _memory(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[s
     }
     width = max(map(len, rows))
     yield from (f"{name:<{width}}  {size_text(size):>10}" for name, size in rows.items() if size)
-    if sharded := _sharded(config, planned, machine):
-        yield sharded
+    if planned.ranks > 1:
+        yield f"on every other rank: {size_text(planned.other_rank)}"
     yield _recomputed(config, planned)
     if planned.kv_tokens:
         reason = "engine.kv_tokens" if config.engine.kv_tokens is not None else "engine.kv_tokens is not set"
         yield f"room for the keys and values of {planned.kv_tokens:,} tokens ({reason})"
-    if config.cluster.ranks == 1 and memory.total > machine.memory_bytes:
+    if memory.total > machine.memory_bytes:
         yield (
             f"this is more than the {size_text(machine.memory_bytes)} the device has: "
             f"lower {_largest(memory)}, or train adapters with [model.lora]"
@@ -267,26 +302,114 @@ def _memory(config: Config, planned: MemoryPlan, machine: Machine) -> Iterator[s
         yield f"the device has {size_text(machine.memory_bytes)}"
 
 
-def rank_memory(memory: Memory, ranks: int) -> tuple[int, int]:
-    """Return the bytes of the first of several ranks, which samples from a whole copy, and of every other one."""
-    state = memory.weights + memory.gradients + memory.masters + memory.moments
-    each = -(-state // ranks) + memory.activations + memory.head
-    return each + memory.weights + memory.kv + memory.beside, each
+def _processes(
+    config: Config, shape: ModelDims, placement: Placement, planned: MemoryPlan, machine: Machine
+) -> list[str]:
+    """Say what processes of [cluster] hold, and what is on a GPU that trainer and servers use in turns."""
+    c = config.cluster
+    kv_bytes = kv_bytes_per_token(shape, DTYPE_BYTES[placement.dtype])
+    lines: list[str] = []
+    if c.engine_replicas:
+        tokens = config.engine.kv_tokens or engine_kv_tokens(config)
+        where = "beside the trainer" if c.address in ("", "local") else "where Ray places it"
+        where = "on a GPU of its own" if placement.device == "cuda" else where
+        lines.append(
+            f"{c.engine_replicas} engine replicas, each {where}: weights {size_text(planned.memory.weights)}, keys and "
+            f"values of {tokens:,} tokens {size_text(tokens * kv_bytes)}"
+        )
+    if c.colocate:
+        lines += _turns(config, colocated_plan(config, planned, machine), kv_bytes, placement, machine)
+    if lines or c.ranks > 1:
+        lines.append("headrace serve trains and samples on one device: none of this is for it")
+    return lines
 
 
-def _sharded(config: Config, planned: MemoryPlan, machine: Machine) -> str | None:
-    """Say what each rank needs, or over how many ranks it would fit; None if one device is enough."""
-    memory, ranks, room = planned.memory, config.cluster.ranks, machine.memory_bytes
-    if ranks > 1:
-        first, each = rank_memory(memory, ranks)
-        fits = "" if first <= room else f", which is more than the {size_text(room)} it has"
-        return f"over {ranks} ranks: {size_text(each)} on each, {size_text(first)} on the first, which samples{fits}"
-    if memory.total <= room:
-        return None
-    enough = next((count for count in RANKS if rank_memory(memory, count)[0] <= room), None)
+def colocated_plan(config: Config, planned: MemoryPlan, machine: Machine) -> ColocatedMemory:
+    """Size the turns of trainer and servers."""
+    return colocated_memory(planned, keep_weights=keeps_weights(config), gpu_bytes=machine.memory_bytes)
+
+
+def _turns(
+    config: Config, turns: ColocatedMemory, kv_bytes: int, placement: Placement, machine: Machine
+) -> Iterator[str]:
+    if placement.device != "cuda":
+        yield "trainer and servers take turns; without a GPU a server that sleeps only pauses, and frees nothing"
+        return
+    stays, weights = turns.trainer_stays, turns.engine_weights
+    kept = turns.host - turns.moved
+    which = "the GPU" if config.cluster.ranks == 1 else "the GPUs, here that of the first rank, with a server on each"
+    yield f"trainer and servers take turns on {which}; the log-probs of both turns need the trainer's weights there"
+    if turns.kv_room > 0:
+        yield (
+            f"sampling: trainer's weights and other models {size_text(stays)}, server's weights {size_text(weights)}, "
+            f"keys and values of at most {turns.kv_room // kv_bytes:,} tokens {size_text(turns.kv_room)}; "
+            f"peak {size_text(stays + turns.engine_room)}"
+        )
+    else:
+        yield (
+            f"sampling does not fit: trainer's weights and other models {size_text(stays)}, server's weights "
+            f"{size_text(weights)}, and the device has {size_text(machine.memory_bytes)}"
+        )
+    on_gpu = kept if config.engine.type == "sglang" else 0  # SGLang releases weights or loses them
+    yield (
+        f"training: weights, masters, moments, gradients and activations {size_text(turns.training)}, "
+        f"server's weights {size_text(on_gpu)}, no keys and values; peak {size_text(turns.training + on_gpu)}"
+    )
+    host = turns.host - on_gpu
+    what = "masters and moments" if config.cluster.ranks == 1 else "moments"  # the masters of a rank are its weights
+    yield f"in host memory: {what} {size_text(turns.moved)} while servers sample; at most {size_text(host)}"
+    peak = max(turns.training + on_gpu, stays + turns.engine_room if turns.kv_room > 0 else stays + weights)
+    fits = "fits into" if turns.kv_room > 0 and peak <= machine.memory_bytes else "does not fit into"
+    yield f"the larger turn, {size_text(peak)}, {fits} the {size_text(machine.memory_bytes)} of the device"
+
+
+def engine_kv_tokens(config: Config) -> int:
+    """Return the cache of an engine process whose size is not set."""
+    longest = config.rl.max_episode_tokens if config.rl is not None else (config.sft.max_tokens if config.sft else 0)
+    return default_kv_room(config.engine.max_num_seqs, longest).wanted
+
+
+def _cards(config: Config, placement: Placement, plans: Mapping[int, MemoryPlan], machine: Machine) -> Iterator[str]:
+    """Say what fits on how many devices, and where more of them do not help."""
+    room = machine.memory_bytes
+    if placement.device == "mps":
+        yield "a machine has one Apple GPU: training is not sharded over several"
+        return
+    where = f"with {size_text(room)} each" if placement.device == "cuda" else f"processes that share {size_text(room)}"
+    yield f"over several {'cards' if placement.device == 'cuda' else 'ranks'} (cluster.ranks), {where}:"
+    yield f"{'ranks':>5}  {'state':>10}  {'whole layers':>12}  {'activations':>11}  {'each':>10}  {'first':>10}"
+    for count, plan in plans.items():
+        memory = plan.memory
+        sizes = (memory.state, memory.gathered, memory.activations + memory.head, plan.other_rank, memory.total)
+        cells = [size_text(size) for size in sizes]
+        if count == 1:
+            cells[3] = ""
+        recomputed = ", layers recomputed" if plan.recompute else ""
+        verdict = ("fits" if fits(plan, placement, room) else "does not fit") + recomputed
+        columns = zip(cells, (10, 12, 11, 10, 10), strict=True)
+        yield f"{count:>5}  {'  '.join(f'{cell:>{width}}' for cell, width in columns)}  {verdict}"
+    enough = next((count for count, plan in plans.items() if fits(plan, placement, room)), None)
     if enough is None:
-        return "no number of ranks makes it fit: activations, the whole copy and the cache of the first are too large"
-    return f"it would fit on {enough} such devices (cluster.ranks = {enough})"
+        lower = _largest(plans[max(plans)].memory)
+        yield f"it fits on none of them: lower {lower}, or train adapters with [model.lora]"
+    elif enough != config.cluster.ranks and not fits(plans[config.cluster.ranks], placement, room):
+        yield f"it would fit on {enough} (cluster.ranks = {enough})"
+    last = plans[max(plans)].memory
+    yield (
+        f"where it ends: {size_text(last.unsharded)} on each, whatever their number, for one micro-batch and the "
+        "layers that are whole while they are computed,"
+    )
+    yield (
+        f"and {size_text(last.total - last.state - last.unsharded)} more on the first for what samples; no layer is "
+        "split over cards (there is no tensor or context parallelism)"
+    )
+
+
+def fits(plan: MemoryPlan, placement: Placement, room: int) -> bool:
+    """Tell whether a plan has room on its devices; on a CPU all ranks share the memory."""
+    if placement.device == "cuda":
+        return plan.memory.total <= int(USABLE * room)
+    return plan.memory.total + (plan.ranks - 1) * plan.other_rank <= room
 
 
 def _recomputed(config: Config, planned: MemoryPlan) -> str:
@@ -321,7 +444,7 @@ def max_checkpoints(config: Config) -> int:
         stage for stage in (config.sft, config.distill, config.dpo, config.reward_model, config.rl) if stage is not None
     ]
     keep_every = config.checkpoint.keep_every
-    milestones = sum(stage.steps // keep_every for stage in stages) if keep_every else 0
+    milestones = sum(num_steps(stage) // keep_every for stage in stages) if keep_every else 0
     return config.checkpoint.keep_last + (config.eval.source is not None) + milestones
 
 

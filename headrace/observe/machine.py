@@ -6,6 +6,7 @@ Imports happen in a process of their own, so a broken package is a line of the a
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import platform
@@ -19,10 +20,13 @@ from typing import Any
 
 import psutil
 
+FROZEN_BY_PYTHON = 10_000  # Python 3.12 starts with some hundred frozen objects
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "peft", "accelerate")
 OPTIONAL: Mapping[str, str] = {
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
+    "trackio": "metrics in Trackio",
+    "mlflow": "metrics in MLflow",
     "datadog": "metrics in Datadog",
     "pynvml": "how busy a GPU is, in the metrics",
     "pyarrow": "Parquet sources",
@@ -179,4 +183,10 @@ def return_free_memory() -> None:
     if sys.platform != "linux":
         return
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such function
-        ctypes.CDLL(None).malloc_trim(0)
+        _libc().malloc_trim(0)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """Open the C library once: every time makes classes that only a garbage collection removes."""
+    return ctypes.CDLL(None)

@@ -27,6 +27,12 @@ _STAMP = "%Y-%m-%dT%H-%M-%SZ"
 _STAMP_PATTERN = r"(\d{4}-\d{2}-\d{2}T\d{2}-\d{2}-\d{2}Z)(?:_(\d+))?"
 _CHECKPOINT = re.compile(r"step_\d+")  # without the half-written folders that a killed process left
 _STAGES = ("sft", "distill", "dpo", "reward_model", "rl")  # in their order
+SERVER_LOGS = "servers"  # the folder of what inference servers and engine processes wrote
+_OF_A_START = {  # written before anything is measured; all else is worth keeping, or somebody else's
+    *("config.toml", "environment.json", "inputs.json", "outcome.json", "log.txt", "warnings.json", "activity.jsonl"),
+    *("metrics.jsonl", "commits.jsonl", "rollouts", "checkpoints", SERVER_LOGS),  # as long as they are empty
+    *("start", ".writing-start", "tensorboard", "wandb", "buffer", ".lock"),
+}
 _VERSIONED = ("headrace", "torch", "transformers", "tokenizers", "safetensors", "peft", "numpy", "pydantic")
 
 
@@ -38,14 +44,21 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str, now: datetime) -> "RunFolder":
-        """Create an empty run folder under `root`. `now` must have a time zone."""
+        """Create an empty run folder under `root`, behind all runs of its name. `now` must have a time zone.
+
+        If the clock was set back, the folder gets the time of the newest run and the next number: names, and with them
+        what a resume takes for the newest, are in the order of starts whatever the clock says.
+        """
         assert now.tzinfo is not None
         if not _NAME.fullmatch(name):
             raise ConfigError(f"run.name = {name!r} cannot name a folder: use letters, digits, '.', '_' and '-'")
-        stem = f"{name}_{now.astimezone(UTC).strftime(_STAMP)}"
+        stamp = now.astimezone(UTC).strftime(_STAMP)
         with boundary(RunFolderError, f"cannot create a run folder in {root}"):
             atomic_files.make_folder(root)
-            for attempt in range(1, 1000):
+            newest, count = max((order for order, _ in _named(root, name)), default=("", 0))
+            stamp, first = (newest, count + 1) if newest >= stamp else (stamp, 1)
+            stem = f"{name}_{stamp}"
+            for attempt in range(first, first + 1000):
                 path = root / (stem if attempt == 1 else f"{stem}_{attempt}")
                 try:
                     path.mkdir()
@@ -73,6 +86,16 @@ class RunFolder:
         return self.path / "config.toml"
 
     @property
+    def config_changes(self) -> Path:
+        """The keys that resumes changed, with the steps behind which they did."""
+        return self.path / "config_changes.jsonl"
+
+    @property
+    def outcome(self) -> Path:
+        """The end of the last process of the run, or its start."""
+        return self.path / "outcome.json"
+
+    @property
     def environment(self) -> Path:
         return self.path / "environment.json"
 
@@ -96,6 +119,11 @@ class RunFolder:
         return self.path / "buffer"
 
     @property
+    def activity(self) -> Path:
+        """The activities of the last half hour, second by second, for live pages."""
+        return self.path / "activity.jsonl"
+
+    @property
     def rollouts(self) -> Path:
         return self.path / "rollouts"
 
@@ -114,6 +142,11 @@ class RunFolder:
     @property
     def log(self) -> Path:
         return self.path / "log.txt"
+
+    @property
+    def warnings(self) -> Path:
+        """The warnings about what the run learns from, and how it learns."""
+        return self.path / "warnings.json"
 
     def step_rollouts(self, step: int) -> Path:
         """Return the path of the episodes that training step `step` trained on."""
@@ -147,7 +180,7 @@ class RunFolder:
         with boundary(RunFolderError, f"{self.config} cannot be read"):
             tree = tomllib.loads(self.config.read_text(encoding="utf-8"))
         if not tree:
-            raise RunFolderError(f"{self.config} is empty: restore it, it is the configuration that the run began with")
+            raise RunFolderError(f"{self.config} is empty: restore it, it is the configuration of the run")
         return tree
 
     def check_access(self) -> None:
@@ -169,14 +202,28 @@ class RunFolder:
 
 def find_runs(root: Path, name: str) -> list[RunFolder]:
     """List the runs of exactly that name that have a config.toml, newest first. Raises RunFolderError."""
-    pattern = re.compile(re.escape(name) + "_" + _STAMP_PATTERN)
     with boundary(RunFolderError, f"{root} cannot be read"):
-        runs = [
-            ((match[1], int(match[2] or 1)), path)
-            for path in (root.iterdir() if root.is_dir() else ())
-            if (match := pattern.fullmatch(path.name)) and (path / "config.toml").is_file()
-        ]
+        runs = [run for run in _named(root, name) if (run[1] / "config.toml").is_file()]
     return [RunFolder(path=path) for _, path in sorted(runs, reverse=True)]
+
+
+def _named(root: Path, name: str) -> list[tuple[tuple[str, int], Path]]:
+    """List the folders of runs of exactly that name with their place in the order of starts. May raise OSError."""
+    pattern = re.compile(re.escape(name) + "_" + _STAMP_PATTERN)
+    return [
+        ((match[1], int(match[2] or 1)), path)
+        for path in (root.iterdir() if root.is_dir() else ())
+        if (match := pattern.fullmatch(path.name))
+    ]
+
+
+def start_of(path: Path) -> datetime | None:
+    """Return when the run of a folder was started, by the folder's name; None if that has no time."""
+    match = re.fullmatch(r".+_" + _STAMP_PATTERN, path.name)
+    try:
+        return None if match is None else datetime.strptime(match[1], _STAMP).replace(tzinfo=UTC)
+    except ValueError:  # the 31st of a month without one
+        return None
 
 
 def find_latest(root: Path, name: str) -> RunFolder | None:
@@ -189,18 +236,30 @@ def find_latest(root: Path, name: str) -> RunFolder | None:
     if not runs:
         return None
     with boundary(RunFolderError, f"the runs in {root} cannot be read"):
-        begun = next((run for run in runs if _has_begun(run)), runs[0])
-        return runs[0] if _is_finished(begun) else begun
+        begun = next((run for run in runs if has_begun(run)), runs[0])
+        return runs[0] if is_finished(begun) else begun
 
 
-def _has_begun(folder: RunFolder) -> bool:
+def has_begun(folder: RunFolder) -> bool:
     """Return whether a checkpoint or a metric was written; the checkpoint is not validated before it is read."""
     if any(_CHECKPOINT.fullmatch(saved.name) and saved.is_dir() for saved in folder.checkpoints.glob("*/step_*")):
         return True
     return folder.metrics.is_file() and folder.metrics.stat().st_size > 0
 
 
-def _is_finished(folder: RunFolder) -> bool:
+def is_bare(folder: RunFolder) -> bool:
+    """Return whether the folder has nothing but what a start writes: no checkpoint, metric or episode, nothing that a
+    server said, and nothing that somebody else put there. May raise OSError."""
+    if has_begun(folder) or any(entry.name not in _OF_A_START for entry in folder.path.iterdir()):
+        return False
+    stages = list(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
+    saved = [entry for stage in stages for entry in (stage.iterdir() if stage.is_dir() else [stage])]
+    played = list(folder.rollouts.iterdir()) if folder.rollouts.is_dir() else []
+    said = [log for log in (folder.path / SERVER_LOGS).glob("*") if log.is_dir() or log.stat().st_size]
+    return not (any(not entry.name.startswith(".") for entry in saved) or played or said)
+
+
+def is_finished(folder: RunFolder) -> bool:
     """Return whether the last stage has the checkpoint of its last step; not if config.toml cannot be read."""
     try:
         config = folder.read_config()

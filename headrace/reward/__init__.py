@@ -6,6 +6,7 @@
 - `reward_health`: warns once of rewards that cannot teach: all equal, never above 0, all unknown.
 - `truncation`: the reward of an episode that a limit cut off.
 - `judge`: a language model that scores episodes by a rubric.
+- `remote_term`: a reward that a server computes.
 - `user_term`: a user's function as a term, in the sandbox or in this process.
 - `user_function`: loads a user's function, recognises its signature and calls it. Standard library only.
 - `episode_json`: an episode as JSON, on its way into the sandbox.

@@ -1,15 +1,23 @@
-"""Make a Reward of what a function returned, with the rewards of single steps on the steps they are for."""
+"""Make a Reward of what a function returned, with the rewards of single steps on the steps they are for.
 
+At DEBUG level the log has what came in and what went out: score, reason and step outputs, and the rewards of all steps.
+"""
+
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from headrace.algo.datum import step_positions
 from headrace.errors import RewardError
+from headrace.printable import single_line
 from headrace.reward.episode_json import step_id
 from headrace.reward.raised import MESSAGE_CHARS
 from headrace.reward.result import check_finite, check_result, parse_result
-from headrace.types import Episode, Reward
+from headrace.types import Episode, Reward, RewardNote
+
+logger = logging.getLogger(__name__)
+LOGGED_CHARS = 300  # of a reason or of metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +37,12 @@ def as_reward(value: object, episode: Episode) -> Reward:
         fields = parse_result(value)
     except TypeError as exc:
         raise RewardError(str(exc)[:MESSAGE_CHARS]) from exc
-    return make_reward(fields, episode, Alignment())
+    reward = make_reward(fields, episode, Alignment())
+    return replace(reward, notes=value.notes) if isinstance(value, Reward) else reward
 
 
-def make_reward(fields: object, episode: Episode, alignment: Alignment) -> Reward:
-    """Make a Reward of the untrusted JSON of `parse_result`.
+def make_reward(fields: object, episode: Episode, alignment: Alignment, *, term: str = "") -> Reward:
+    """Make a Reward of the untrusted JSON of `parse_result`; `term` names it in the log, which has only named ones.
 
     Raises RewardError if the function said that it could not tell, or the JSON is no reward of this episode.
     """
@@ -45,7 +54,53 @@ def make_reward(fields: object, episode: Episode, alignment: Alignment) -> Rewar
     steps = _step_rewards(checked, episode, alignment)
     if steps is not None and len(steps) != len(episode.steps):
         raise RewardError(f"there are {len(steps)} step rewards for {len(episode.steps)} steps: return one per step")
-    return Reward(total=score, parts=checked["parts"], steps=steps, success=checked.get("success"))
+    notes = _notes(checked, episode, alignment)
+    _log_alignment(term, checked, episode, steps, notes)
+    return Reward(total=score, parts=checked["parts"], steps=steps, success=checked.get("success"), notes=notes)
+
+
+def _notes(checked: Mapping[str, Any], episode: Episode, alignment: Alignment) -> tuple[RewardNote, ...]:
+    """Collect what the function said of the episode and, on the steps they are for, of single steps."""
+    notes = []
+    if "reason" in checked or "details" in checked:
+        notes.append(RewardNote(reason=checked.get("reason", ""), metrics=checked.get("details", {})))
+    outputs = () if "steps" in checked else checked.get("step_outputs", ())  # given steps need no outputs
+    steps = find_steps([output["step_index"] for output in outputs], episode, alignment.step_index)
+    for step, output in sorted(zip(steps, outputs, strict=True), key=lambda pair: pair[0]):
+        if "reason" in output or "metrics" in output:
+            notes.append(RewardNote(step=step, reason=output.get("reason", ""), metrics=output.get("metrics", {})))
+    return tuple(notes)
+
+
+def _log_alignment(
+    term: str,
+    checked: Mapping[str, Any],
+    episode: Episode,
+    steps: tuple[float, ...] | None,
+    notes: tuple[RewardNote, ...],
+) -> None:
+    if not term or not logger.isEnabledFor(logging.DEBUG):
+        return
+    outputs = checked.get("step_outputs")
+    taken = "none" if outputs is None else ", ".join(f"{o['step_index']!r}: {o['base_reward']:g}" for o in outputs)
+    rewards = steps if steps is not None else (*(0.0,) * (len(episode.steps) - 1), checked["score"])
+    logger.debug(
+        "reward %s of episode %s: score %g, step outputs %s -> r_t %s",
+        term,
+        episode.id,
+        checked["score"],
+        single_line(taken, LOGGED_CHARS),
+        " ".join(f"{reward:g}" for reward in rewards),
+    )
+    for note in notes:
+        logger.debug(
+            "reward %s of episode %s%s: reason %r%s",
+            term,
+            episode.id,
+            "" if note.step is None else f", step {note.step}",
+            note.reason[:LOGGED_CHARS],
+            f", metrics {single_line(repr(dict(note.metrics)), LOGGED_CHARS)}" if note.metrics else "",
+        )
 
 
 def _step_rewards(checked: Mapping[str, Any], episode: Episode, alignment: Alignment) -> tuple[float, ...] | None:

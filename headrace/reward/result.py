@@ -14,14 +14,16 @@ from headrace.printable import single_line
 from headrace.reward.raised import MESSAGE_CHARS, sentence
 
 PART_NAME_CHARS = 64  # of the name of a part, which names a metric
-_FIELDS = frozenset({"score", "success", "parts", "steps", "step_outputs", "invalid"})
+REASON_CHARS = 2000  # of a reason, and of a text among metrics
+NOTE_CHARS = 4000  # of the JSON of one step's or episode's metrics; what is beyond is left out
+_FIELDS = frozenset({"score", "success", "parts", "steps", "step_outputs", "invalid", "reason", "details"})
 _NOT_PARTS = ("score", "total", "success", "steps", "step_outputs", "metrics", "is_score_valid", "reason", "error",
               "trajectory_info", "final_control_plane_info", "agg_score", "standard_error")  # fmt: skip
 
 
 def parse_result(value: Any) -> dict[str, Any]:
     """Turn a number, a bool, a dict, a pair of score and parts, a Reward, or a result of reward-kit or eval-protocol
-    into JSON: "score", and maybe "success", "parts", "steps", "step_outputs", "invalid".
+    into JSON: "score", and maybe "success", "parts", "steps", "step_outputs", "invalid", "reason", "details".
 
     A bool is also a success; a dict has "score" (or "total"), and its other numbers are parts. Raises TypeError on
     anything else. Numbers that are not finite pass: `check_result` refuses them.
@@ -55,11 +57,13 @@ def check_result(fields: object, *, keep_invalid: bool = False) -> dict[str, Any
     if "invalid" in fields and not (keep_invalid and "score" in fields):
         raise RewardError(sentence(fields["invalid"]))
     _refuse_other_types(fields)
-    named = {name: fields.get(name) for name in ("score", "success", "steps", "step_outputs")}
+    named = {name: fields.get(name) for name in ("score", "success", "steps", "step_outputs", "reason")}
     try:
         checked = _parse_mapping({**named, "metrics": fields.get("parts")})
     except TypeError as exc:
         raise RewardError(str(exc)[:MESSAGE_CHARS]) from exc
+    if details := clean_metrics(fields.get("details")):
+        checked["details"] = details
     outputs = checked.get("step_outputs", ())
     for what, number in (
         ("the score", checked["score"]),
@@ -123,6 +127,8 @@ def _parse_mapping(result: Mapping[str, Any]) -> dict[str, Any]:
         "success": success,
         "steps": _numbers(result.get("steps")),
         "step_outputs": _step_outputs(result.get("step_outputs")),
+        "reason": clean_reason(result.get("reason")) or None,
+        "details": clean_metrics(_details(metrics)) or None,
     }
     if result.get("is_score_valid") is False:
         fields["invalid"] = f"the score is marked as not valid: {result.get('reason') or 'no reason'}"
@@ -143,6 +149,57 @@ def _parts(values: Mapping[str, Any]) -> dict[str, float]:
     return parts
 
 
+def _details(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what metrics say beside their scores: a reason, data, and whether the score is valid."""
+    details: dict[str, Any] = {}
+    for name, value in metrics.items():
+        fields = value.model_dump() if hasattr(value, "model_dump") else value
+        if isinstance(fields, Mapping):
+            said = {key: fields[key] for key in ("reason", "data") if fields.get(key)}
+            if fields.get("is_score_valid") is False:
+                said["score"], said["is_score_valid"] = fields.get("score"), False
+            if said:
+                details[str(name)] = said
+    return details
+
+
+def clean_reason(reason: Any) -> str:
+    """Return a reason as text that files take, cut to REASON_CHARS; "" if there is none."""
+    if reason is None:
+        return ""
+    text = str(reason).strip().encode("utf-8", "replace").decode()
+    return text if len(text) <= REASON_CHARS else text[: REASON_CHARS - 1] + "…"
+
+
+def clean_metrics(metrics: Any) -> dict[str, Any]:
+    """Return metrics as a JSON object of at most about NOTE_CHARS; what is neither number, text, list nor mapping
+    becomes text."""
+    if not isinstance(metrics, Mapping):
+        return {}
+    clean: dict[str, Any] = {}
+    left = NOTE_CHARS
+    for name, value in metrics.items():
+        item = _clean(value, depth=4)
+        left -= len(str(name)) + len(repr(item))
+        if left < 0:
+            break
+        clean[part_name(str(name))] = item
+    return clean
+
+
+def _clean(value: Any, *, depth: int) -> Any:
+    plain = _plain(value.model_dump() if hasattr(value, "model_dump") else value)
+    if plain is None or isinstance(plain, bool | int):
+        return plain if plain is None or abs(plain) < 2**53 else str(plain)[:REASON_CHARS]
+    if isinstance(plain, float):
+        return plain if math.isfinite(plain) else str(plain)
+    if depth and isinstance(plain, Mapping):
+        return {part_name(str(name)): _clean(item, depth=depth - 1) for name, item in list(plain.items())[:64]}
+    if depth and isinstance(plain, list | tuple):
+        return [_clean(item, depth=depth - 1) for item in plain[:64]]
+    return clean_reason(plain)
+
+
 def _numbers(steps: Any) -> list[float] | None:
     return None if steps is None else [_number(step, "a step reward") for step in _list(steps, "the step rewards")]
 
@@ -156,7 +213,14 @@ def _step_outputs(outputs: Any) -> list[dict[str, Any]] | None:
         if not isinstance(item, Mapping) or not {"step_index", "base_reward"} <= set(item):
             raise TypeError("a step output must have a step_index and a base_reward")
         reward = _number(item["base_reward"], "a step's base_reward")
-        parsed.append({"step_index": item["step_index"], "base_reward": reward})
+        said = {"reason": clean_reason(item.get("reason")), "metrics": clean_metrics(item.get("metrics"))}
+        parsed.append(
+            {
+                "step_index": item["step_index"],
+                "base_reward": reward,
+                **{name: value for name, value in said.items() if value},
+            }
+        )
     return parsed
 
 

@@ -30,7 +30,9 @@ class RewardHealth:
             self._steps[name] += 1
             steps = self._steps[name]
             if steps % WARN_STEPS == 0 and str(steps // WARN_STEPS).rstrip("0") == "1":
-                logger.warning("%s, in %d training steps in a row", sentence, steps)
+                logger.warning(
+                    "%s, in %d training steps in a row", sentence, steps, extra={"about_run": f"rewards: {name}"}
+                )
 
 
 def reward_findings(groups: Sequence[Group]) -> Mapping[str, str]:

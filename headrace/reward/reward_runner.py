@@ -288,4 +288,5 @@ def combine(terms: Sequence[Term | GroupTerm], rewards: Sequence[Reward], *, num
         steps=steps,
         success=all(verdicts) if verdicts else None,
         printed="\n".join(f"{term.name}: {reward.printed}" for term, reward in pairs if reward.printed),
+        notes=tuple(replace(note, term=term.name) for term, reward in pairs for note in reward.notes),
     )

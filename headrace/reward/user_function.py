@@ -7,11 +7,13 @@ episode. It is trusted as little as the function it calls: `result.py` checks th
 
 import asyncio
 import copy
+import dis
 import importlib
 import importlib.metadata
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -127,9 +129,23 @@ def load(target: Mapping[str, Any]) -> RewardFunction:
     about = {
         "shape": str(signature),
         "step_index": getattr(function, "step_index", None),
-        "notices": _missing_requirements(_decorator_value(function, "requirements") or ()),
+        "notices": [
+            *_missing_requirements(_decorator_value(function, "requirements") or ()),
+            *(_late_imports(function) if target.get("alone") and not target["spec"].startswith("headrace.") else ()),
+        ],
     }
     return RewardFunction(function, signature, dict(target.get("kwargs") or {}), about)
+
+
+def _late_imports(function: Callable[..., Any]) -> list[str]:
+    """Say which packages a function imports at every call: its process is a fresh one each time."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = [] if code is None else [step.argval for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"]
+    packages = dict.fromkeys(name.partition(".")[0] for name in names if name)
+    late = [name for name in packages if name not in sys.modules and name not in sys.stdlib_module_names]
+    if not late:
+        return []
+    return [f"it imports {', '.join(late)} at every call: import at the top of the file, which is done once"]
 
 
 def _decorator_value(function: Callable[..., Any], key: str) -> Any:

@@ -99,7 +99,7 @@ def trusted_term(user: UserRewardSpec, *, timeout_s: float = 60.0) -> GroupTerm:
                 cause = exc.__cause__
                 text = str(exc) if cause is None else sentence(describe(cause), sandboxed=False)
                 return [RewardError(_too_long(user, timeout_s) if limit.expired() else text)] * len(group)
-        return _rewards(verdicts, group, alignment)
+        return _rewards(verdicts, group, alignment, user.name)
 
     return GroupTerm(name=user.name, judge=judge, weight=user.weight)
 
@@ -162,7 +162,7 @@ async def _judge(
         return [Reward(total=user.beyond_limits, success=False)] * len(group)
     if answer.outcome is not Outcome.RETURNED:
         return [RewardError(failure_message(user, answer, limits))] * len(group)
-    first, *others = _rewards(json.loads(answer.result), group, alignment)
+    first, *others = _rewards(json.loads(answer.result), group, alignment, user.name)
     return [replace(first, printed=printed) if isinstance(first, Reward) else first, *others]
 
 
@@ -180,13 +180,15 @@ class PrintLog:
         logger.info("reward %s printed for episode %s: %s%s", self._name, episode_id, single_line(text, 500), more)
 
 
-def _rewards(verdicts: object, group: Sequence[Episode], alignment: Alignment) -> Sequence[Reward | RewardError]:
+def _rewards(
+    verdicts: object, group: Sequence[Episode], alignment: Alignment, name: str
+) -> Sequence[Reward | RewardError]:
     if not isinstance(verdicts, list) or len(verdicts) != len(group):
         return [RewardError(f"what came back is not one verdict for each of {len(group)} episodes")] * len(group)
     rewards: list[Reward | RewardError] = []
     for verdict, episode in zip(verdicts, group, strict=True):
         try:
-            rewards.append(make_reward(verdict, episode, alignment))
+            rewards.append(make_reward(verdict, episode, alignment, term=name))
         except RewardError as exc:
             rewards.append(exc)
     return rewards

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from headrace.errors import EpisodeError, HeadraceError, Interrupted, boundary
+from headrace.errors import EpisodeError, HeadraceError, Interrupted, RolloutError, boundary
 from headrace.protocols import Env, Sampler, env_flags
 from headrace.render import Renderer
 from headrace.rollout.partial_rollout import PartialEpisode
@@ -130,11 +130,12 @@ async def run_episode(
                     env_seed=env_seed,
                     rules=rules,
                 )
-    except Interrupted:
+    except (Interrupted, RolloutError):  # not of this episode alone
         raise
     except HeadraceError as exc:
         reason = str(exc) if f"task {task.id}" in str(exc) else f"task {task.id}: {exc}"
-        logger.warning("episode %s failed: %s", id, reason)
+        same = {"repeats": f"an episode failed: {str(exc).replace(f'task {task.id}', 'task')}"}
+        logger.warning("episode %s failed: %s", id, reason, extra=same)
         return FailedEpisode(id=id, task=task, reason=reason)
     finally:
         await _close(env_calls, task)

@@ -40,6 +40,16 @@ GenerateFn = Callable[[Task, Any, Renderer, int], Episode | Awaitable[Episode]]
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class EnvByTask:
+    """Chooses the function that makes the environment of a task, where tasks are from several sources."""
+
+    choose: Callable[[Task], Callable[[], Env]]
+
+
+MakeEnv = Callable[[], Env] | EnvByTask
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlayer:
     """Play groups of episodes with a sampler and score them: `group = await player(task, group_id)`.
@@ -49,7 +59,7 @@ class GroupPlayer:
     """
 
     group_size: int
-    make_env: Callable[[], Env]
+    make_env: MakeEnv
     sampler: Sampler
     renderer: Renderer
     reward_runner: RewardRunner
@@ -166,13 +176,14 @@ class RemoteGroupPlayer:
         )
 
 
-def make_env_or_fail(make_env: Callable[[], Env], id: str, task: Task) -> Env | FailedEpisode:
+def make_env_or_fail(make_env: MakeEnv, id: str, task: Task) -> Env | FailedEpisode:
     """Make the environment of episode `id`; return a FailedEpisode if that raises."""
     try:
         with boundary(EpisodeError, f"task {task.id}: its environment cannot be made"):
-            return make_env()
+            return (make_env.choose(task) if isinstance(make_env, EnvByTask) else make_env)()
     except EpisodeError as exc:
-        logger.warning("episode %s failed: %s", id, exc)
+        same = {"repeats": f"an episode failed: {str(exc).replace(f'task {task.id}', 'task')}"}
+        logger.warning("episode %s failed: %s", id, exc, extra=same)
         return FailedEpisode(id=id, task=task, reason=str(exc))
 
 
@@ -291,5 +302,6 @@ async def _generate(
     except Interrupted:
         raise
     except HeadraceError as exc:
-        logger.warning("episode %s failed: %s", id, exc)
+        same = {"repeats": f"an episode failed: {str(exc).replace(f'task {task.id}', 'task')}"}
+        logger.warning("episode %s failed: %s", id, exc, extra=same)
         return FailedEpisode(id=id, task=task, reason=str(exc))

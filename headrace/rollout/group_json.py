@@ -1,12 +1,13 @@
 """Encode groups as JSON and back, exactly: tokens, log-probs and versions survive bit for bit; NaN is null.
 
-The shape follows the dataclasses in `headrace.types`, so a field added there is written without a change here.
+The shape follows the dataclasses in `headrace.types`, so a field added there is written without a change here. A field
+with a default that an older version did not write is read as its default.
 """
 
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -56,11 +57,24 @@ def _encode(value: Any) -> Any:
     return value
 
 
+def _is_required(field: Field[Any]) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 def _decode(value: Any, kind: Any) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{field.name: _decode(value[field.name], hints[field.name]) for field in fields(kind)})  # type: ignore[operator]
+        missing = [field.name for field in fields(kind) if field.name not in value and _is_required(field)]
+        if missing:
+            raise KeyError(missing[0])
+        return kind(  # type: ignore[operator]
+            **{
+                field.name: _decode(value[field.name], hints[field.name])
+                for field in fields(kind)
+                if field.name in value  # else one that an older version did not write: its default
+            }
+        )
     if origin is np.ndarray:
         array = np.array(value, dtype=get_args(arguments[1])[0])
         array.setflags(write=False)

@@ -156,6 +156,13 @@ class NextVersionScorer:
             raise RolloutError(f"{what}: {exc}") from exc
 
 
+class NextScorer(Protocol):
+    """Compute the log-probs of sampled tokens under the version after theirs (`NextVersionScorer`)."""
+
+    async def fill(self, episodes: Sequence[SampledSteps], *, version: int) -> list[tuple[Completion, ...]]:
+        """Return the completions of every episode's steps, with the missing log-probs filled in."""
+
+
 class GroupStore(Protocol):
     """Hold finished groups, each of which can be replaced by a new value of itself."""
 
@@ -173,7 +180,7 @@ class RunningEpisode(Protocol):
 
 
 async def score_all(
-    scorer: NextVersionScorer, stores: Sequence[GroupStore], running: Iterable[RunningEpisode], *, version: int
+    scorer: NextScorer, stores: Sequence[GroupStore], running: Iterable[RunningEpisode], *, version: int
 ) -> None:
     """Score every token of the stores and of running episodes that misses its log-prob under `version`.
 

@@ -11,7 +11,7 @@ the middle of the turn that was open, and so reaches the state it was in, if its
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, TypeVar
@@ -40,6 +40,7 @@ from headrace.types import (
     Step,
     StopReason,
 )
+from headrace.watchdog import SAMPLER_REQUEST, noting
 
 R = TypeVar("R", Episode, FailedEpisode, Episode | FailedEpisode)
 MAX_IDLE_INTERRUPTS = 1000  # updates in a row without one new token
@@ -120,6 +121,22 @@ class SamplingGate:
             next_round.set()
 
 
+@dataclass(slots=True, kw_only=True)
+class SampledElsewhere:
+    """Count the tokens of an episode that another process samples and keeps."""
+
+    num_tokens: int = 0
+    head_version: int = 0  # of the first of them
+    tail_version: int = 0  # of the last
+
+    def add(self, num_tokens: int, *, head_version: int, tail_version: int) -> None:
+        """Add tokens that follow those before."""
+        if num_tokens:
+            self.head_version = self.head_version if self.num_tokens else head_version
+            self.tail_version = tail_version
+            self.num_tokens += num_tokens
+
+
 class PartialEpisode:
     """Record one running episode: sample its turns to their ends across weight updates, or play them back."""
 
@@ -134,6 +151,7 @@ class PartialEpisode:
         self.result: Episode | FailedEpisode | None = None  # set when the episode has ended
         self.replayable = False  # its environment is deterministic, so playing the turns back restores it
         self.waiting = False  # at the gate, for its next round
+        self.elsewhere = SampledElsewhere()
         self._gate = gate or SamplingGate()
         self._next_logprobs = next_logprobs
         self._num_requested = 0  # turns the episode has asked for since it (re)started
@@ -155,9 +173,10 @@ class PartialEpisode:
             )  # a greedy choice has no distribution
             start = first_missing(self._prefixes(round_request), version=version) if scores_prefix else None
             try:
-                after = await sampler.sample(
-                    round_request if round_request.score_from == start else replace(round_request, score_from=start)
-                )
+                with noting(SAMPLER_REQUEST):
+                    after = await sampler.sample(
+                        round_request if round_request.score_from == start else replace(round_request, score_from=start)
+                    )
             finally:
                 self._gate.leave()
             if start is not None:
@@ -173,6 +192,20 @@ class PartialEpisode:
         assert turn.completion is not None
         return turn.completion
 
+    @property
+    def plays_back(self) -> bool:
+        """Return whether the next turn is a recorded one."""
+        return self._num_requested < len(self.turns)
+
+    async def sample_elsewhere(self, sampling: Callable[[], Awaitable[object]]) -> None:
+        """Pass the gate and wait for `sampling`, during which another process samples tokens of the episode. They are
+        counted (`elsewhere`) and not recorded: an episode that is played again samples them again."""
+        await self._gate.enter(self)
+        try:
+            await sampling()
+        finally:
+            self._gate.leave()
+
     def ended_with(self, result: R) -> R:
         """Store the result, and wake the waiters for all episodes to be idle: this one may end long after its last
         token."""
@@ -186,6 +219,7 @@ class PartialEpisode:
         Its complete turns are played back if its environment is deterministic; all others are sampled again.
         """
         self._num_requested = 0
+        self.elsewhere = SampledElsewhere()
         self.turns = list(takewhile(lambda turn: turn.ended, self.turns)) if self.replayable else []
 
     def _turn_for(self, request: SampleRequest) -> SampledTurn:
@@ -304,8 +338,15 @@ class ResumableSampler:
 class PartialRollouts:
     """Own the partial episodes of all running groups, by group id, and the gate they share."""
 
-    def __init__(self, *, lockstep_tokens: int = 0, next_logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        lockstep_tokens: int = 0,
+        next_logprobs: bool = False,
+        needs_tokens: bool = False,  # of running episodes: they must be recorded here
+    ) -> None:
         self.gate = SamplingGate(lockstep_tokens=lockstep_tokens)
+        self.needs_tokens = needs_tokens or next_logprobs
         self._next_logprobs = next_logprobs
         self._groups: dict[int, tuple[PartialEpisode, ...]] = {}
 
@@ -332,19 +373,25 @@ class PartialRollouts:
         turns = [turn for episode in self._groups.get(group_id, ()) for turn in episode.turns]
         return [turn.completion for turn in turns if turn.completion is not None]
 
+    def _elsewhere(self, group_id: int) -> list[SampledElsewhere]:
+        return [episode.elsewhere for episode in self._groups.get(group_id, ()) if episode.elsewhere.num_tokens]
+
     def head_version(self, group_id: int) -> int | None:
         """Return the version of the oldest token sampled so far; None if nothing was sampled."""
         versions = [completion.versions for completion in self._completions(group_id)]
-        return min((int(of_tokens[0]) for of_tokens in versions if len(of_tokens)), default=None)
+        recorded = [int(of_tokens[0]) for of_tokens in versions if len(of_tokens)]
+        return min([*recorded, *(counted.head_version for counted in self._elsewhere(group_id))], default=None)
 
     def tail_version(self, group_id: int) -> int | None:
         """Return the version of the newest token sampled so far; None if nothing was sampled."""
         versions = [completion.versions for completion in self._completions(group_id)]
-        return max((int(of_tokens[-1]) for of_tokens in versions if len(of_tokens)), default=None)
+        recorded = [int(of_tokens[-1]) for of_tokens in versions if len(of_tokens)]
+        return max([*recorded, *(counted.tail_version for counted in self._elsewhere(group_id))], default=None)
 
     def num_sampled(self, group_id: int) -> int:
         """Return the number of tokens sampled so far."""
-        return sum(len(completion.tokens) for completion in self._completions(group_id))
+        recorded = sum(len(completion.tokens) for completion in self._completions(group_id))
+        return recorded + sum(counted.num_tokens for counted in self._elsewhere(group_id))
 
     def mean_sampled(self, group_id: int) -> float:
         """Return the mean number of tokens that the group's episodes have sampled so far."""

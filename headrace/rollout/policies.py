@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from headrace.algo.random import derive_seed
-from headrace.errors import EpisodeError
+from headrace.errors import EpisodeError, RolloutError
 from headrace.protocols import Sampler
 from headrace.render import Renderer, Tools
 from headrace.rollout.partial_rollout import PartialEpisode
@@ -24,6 +24,7 @@ from headrace.tool_calls import (
     is_object,
     parse_reply,
     tool_names,
+    tool_schemas,
     with_ids,
 )
 from headrace.types import (
@@ -84,8 +85,8 @@ class SampledPolicy:
         self._num_turns = 0
 
     def reset(self, messages: Sequence[Message], tools: Tools) -> None:
-        """Render the first prompt. Raises EpisodeError when it leaves no room for a turn, or when there are tools and
-        the chat template shows none."""
+        """Render the first prompt. Raises EpisodeError when it leaves no room for a turn, and RolloutError when there
+        are tools and the chat template shows none."""
         self._messages = list(messages)
         self._render_prompt(tools)
         if len(self._prompt) >= self._max_tokens:
@@ -128,9 +129,9 @@ class SampledPolicy:
         prompt = self._renderer.prompt(self._messages, tools or None)
         if tools and tuple(tools) != tuple(self._tools):
             if np.array_equal(prompt, self._renderer.prompt(self._messages)):
-                raise EpisodeError(
+                raise RolloutError(  # true of every episode, so the run ends before anything is sampled
                     "the environment offers tools and this model's chat template shows none: take a model whose "
-                    "template does, or an environment that is played in words"
+                    "template does, set 'model.chat_template' to one, or take an environment that is played in words"
                 )
             self._form = find_form(self._renderer)
         self._tools = tools
@@ -142,12 +143,12 @@ class SampledPolicy:
             text = await self._renderer.decode_soon(tokens)
             return Action(text=text, content=text)
         text = self._renderer.spoken(tokens)
-        names = tool_names(self._tools)
+        names = tool_schemas(self._tools)
         parsed = parse_reply(text, self._form, names)
         if parsed.calls:
             calls = with_ids(parsed.calls, self._seed, self._num_turns)
             return Action(text=text, content=parsed.content, calls=calls)
-        content = self._renderer.decode(tokens)
+        content = self._renderer.decode(tokens) if parsed.content == text else parsed.content
         return Action(text=text, content=content, problem=call_problem(text, self._form, names))
 
 

@@ -28,7 +28,7 @@ from headrace.service.settings import Limits
 from headrace.service.store.checkpoint_folders import CheckpointFolders
 from headrace.service.store.cleanup import GOING, clear_leftovers, newer_states
 from headrace.service.store.entities import ModelCard
-from headrace.service.store.journal import MOMENT, Journal, forget_results, put, remove
+from headrace.service.store.journal import MOMENT, Journal, forget_orphans, forget_results, put, remove
 from headrace.service.store.ownership import note_progress
 from headrace.service.store.registry import Change, Registry
 from headrace.service.telemetry import Telemetry
@@ -38,6 +38,7 @@ from headrace.service.training.training_requests import TrainingRequests
 from headrace.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+RECENT_S = 60.0  # for which outcomes stay in memory
 KEEP_GONE = 256  # sampling sessions of a session that are gone, to answer 410 for them
 STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # what makes no progress is told, and ends the server
 
@@ -67,7 +68,7 @@ class Service:
         self.started = time.time()
         # what is known
         self.registry = Registry(journal)
-        self.requests = RequestTable(journal)
+        self.requests = RequestTable(journal, keep_s=min(RECENT_S, limits.keep_results_s))
         self.telemetry = telemetry or Telemetry()
         self.checkpoints = CheckpointFolders(self.registry, journal, folder)
         # what runs on the host
@@ -168,10 +169,11 @@ class Service:
             logger.info("%d requests were waiting in the journal", len(unfinished))
 
     async def expire(self) -> None:
-        """Remove expired checkpoints, the work of silent sessions, snapshots beyond the limit and old outcomes."""
+        """Remove expired checkpoints, the work of silent sessions, old snapshots, models and outcomes."""
         self.requests.forget_old()
         await asyncio.to_thread(return_free_memory)
         await self.checkpoints.delete_expired()
+        await self.sessions.forget_models(keep_s=self.limits.keep_models_s)
         await self.sessions.expire()
         await self.sessions.drop_old_snapshots(keep=self.limits.snapshots_per_model)
         await self.sessions.forget_samplers(keep=KEEP_GONE)
@@ -185,7 +187,8 @@ class Service:
         statements = [put(MOMENT, str(last), now)] if last > max(noted, default=0) else []
         old = [number for number, when in noted.items() if when <= now - self.limits.keep_results_s]
         if old:
-            statements += [forget_results(before=max(old) + 1), *(remove(MOMENT, str(number)) for number in old)]
+            statements += [forget_orphans(before=max(old) + 1), forget_results(before=max(old) + 1)]
+            statements += [remove(MOMENT, str(number)) for number in old]
         if statements:
             await asyncio.wrap_future(self._journal.write(statements))
 

@@ -24,7 +24,7 @@ COUNTS = (
     "body_bytes", "running_sequences", "resident_models", "open_samplers", "snapshots_per_model", "full_save_steps",
     "max_rank", "evaluation_sequences", "open_requests", "connections",
 )  # fmt: skip
-SECONDS = ("poll_s", "session_timeout_s", "keep_results_s", "tidy_s", "header_s", "body_s")
+SECONDS = ("poll_s", "session_timeout_s", "keep_results_s", "keep_models_s", "tidy_s", "header_s", "body_s")
 SHORTEST_S, LONGEST_POLL_S = 0.01, 40.0
 MAX_PORT = 65535
 PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9.:_\[\]-]+(/[^?#\s]*)?")
@@ -51,6 +51,7 @@ class Limits:
     evaluation_sequences: int = 4096
     session_timeout_s: float = 900.0
     keep_results_s: float = 24 * 3600.0
+    keep_models_s: float = 30 * 24 * 3600.0  # after the end of their session, if they have no checkpoints
     tidy_s: float = 30.0  # between two removals of what has expired
 
 
@@ -98,8 +99,18 @@ class ReferenceModel:
     path: str = ""  # a folder on this machine
     url: str = ""  # http://HOST:PORT/NAME of a `headrace serve --reference`
     key_env: str = "HEADRACE_REFERENCE_KEY"  # the environment variable that holds that server's key
-    bits: Literal[8, 4] | None = None  # of the weights of a model in a folder
+    # of the weights of a model in a folder; auto: as in the model, or 8 where it would not fit; full: as in the model
+    bits: Literal["auto", "full", 8, 4] = "auto"
     quantizer: Literal["auto", "torchao", "bitsandbytes", "plain"] = "auto"  # auto: one that works on this machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelFolder:
+    """A reward model that `headrace serve --reference` scores episodes with."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+    name: str
+    path: str  # the folder of a sequence classifier with one label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +134,7 @@ class ServeConfig:
     keys: tuple[HashedKey, ...] = ()
     references: tuple[ReferenceModel, ...] = ()
     rewards: tuple[RewardFile, ...] = ()
+    reward_models: tuple[RewardModelFolder, ...] = ()
     flags: Mapping[str, bool | int | float | str] = field(default_factory=dict)  # for the SDK, over ours
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
 
@@ -195,7 +207,7 @@ def _check_numbers(config: ServeConfig, file: str) -> None:
 def _check_named(config: ServeConfig, file: str) -> None:
     for kind, names in (
         ("references", [reference.name for reference in config.references]),
-        ("rewards", [reward.name for reward in config.rewards]),
+        ("rewards", [*(reward.name for reward in config.rewards), *(model.name for model in config.reward_models)]),
     ):
         for name in names:
             if not NAME.fullmatch(name) or name == "base" or names.count(name) > 1:
@@ -205,7 +217,7 @@ def _check_named(config: ServeConfig, file: str) -> None:
     for reference in config.references:
         if bool(reference.path) == bool(reference.url):
             raise ConfigError(f"{file}: reference '{reference.name}' needs either a path or a url")
-        if reference.quantizer != "auto" and reference.bits is None:
+        if reference.quantizer != "auto" and reference.bits == "full":
             raise ConfigError(
                 f"{file}: reference '{reference.name}' names a quantizer: say how many bits, or leave it out"
             )

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headrace.errors import HeadraceError, RunFolderError, boundary
@@ -74,7 +75,7 @@ class Telemetry:
         self.gauges = Gauges()
         self.num_lost = 0
         self._sinks = None if open_sink is None else _Sinks(open_sink, max_open)
-        self._waiting: queue.Queue[MetricsRecord | None] = queue.Queue(maxsize=max_waiting)
+        self._waiting: queue.Queue[MetricsRecord | TelemetrySource | None] = queue.Queue(maxsize=max_waiting)
         self._thread: threading.Thread | None = None
         self._accumulated: dict[str, _Accumulated] = {}
         self._free = 0.0  # when the host last finished something
@@ -134,6 +135,15 @@ class Telemetry:
         values = {**{f"server/{name}": float(value) for name, value in figures.items()}, **gpu_values()}
         self.log(MetricsRecord(source=TelemetrySource(name=SERVER), step=self._server_records, values=values))
 
+    def end(self, model: str, owner: str) -> None:
+        """Forget a model that is not trained any more, and close its sink; it is opened again if it is trained."""
+        source = TelemetrySource(name=model, owner=owner)
+        self.forget(model)
+        self.gauges.remove(source.labels)
+        if self._thread is not None:
+            with suppress(queue.Full):  # then it stays open until newer ones push it out
+                self._waiting.put_nowait(source)
+
     # --- sinks ---
 
     def _hand_over(self, record: MetricsRecord) -> None:
@@ -151,8 +161,11 @@ class Telemetry:
 
     def _write_all(self) -> None:
         assert self._sinks is not None
-        while (record := self._waiting.get()) is not None:
-            self._sinks.log(record)
+        while (item := self._waiting.get()) is not None:
+            if isinstance(item, TelemetrySource):
+                self._sinks.end(item)
+            else:
+                self._sinks.log(item)
         self._sinks.close()
 
     def close(self) -> None:
@@ -193,6 +206,13 @@ class _Sinks:
             logger.error("%s", exc)
         while len(self._sinks) > self._max_open:
             self._close_one(self._sinks.popitem(last=False)[1])
+
+    def end(self, source: TelemetrySource) -> None:
+        """Close the sink of a source, if it has one, and let it have a new one."""
+        self._broken.discard(source)
+        sink = self._sinks.pop(source, None)
+        if sink is not None:
+            self._close_one(sink)
 
     def close(self) -> None:
         while self._sinks:

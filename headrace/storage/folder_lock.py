@@ -123,6 +123,27 @@ class FolderLock:
                 logger.debug("no heartbeat in %s: %s", self._file, exc)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundHolder:
+    """The process whose lock a folder has, as far as can be seen from here."""
+
+    holder: LockHolder | None  # None: the lock does not tell
+    is_gone: bool  # its process has ended; of one elsewhere nobody can say that without waiting
+
+
+def find_holder(folder: Path) -> FoundHolder | None:
+    """Find the process that holds a folder, without waiting; None if it was never held or the lock was released.
+
+    Raises StorageError if the lock cannot be read.
+    """
+    with _storage(folder, "read"):
+        number = _highest(folder / LOCK)
+        claim = None if number == 0 else _read(folder / LOCK, number)
+    if claim is None or claim.count == _RELEASED:
+        return None
+    return FoundHolder(holder=claim.holder, is_gone=_is_alive(claim.holder, this_process()) is False)
+
+
 @contextlib.contextmanager
 def hold_folder(
     folder: Path,

@@ -170,6 +170,11 @@ def has_checkpoints(folder: Path) -> bool:
     return bool(_steps(folder))
 
 
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint, sound or not; None if there is none. Raises StorageError."""
+    return max(_steps(folder), default=None)
+
+
 def _steps(folder: Path) -> set[int]:
     return {step for name in _listed(folder) if (step := _step_of(name)) is not None}
 

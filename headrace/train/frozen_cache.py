@@ -18,6 +18,8 @@ from headrace.types import Datum, FloatArray
 
 logger = logging.getLogger(__name__)
 
+LOAD_S = 3600.0  # the longest wait for a model that another caller loads
+
 
 @dataclass(frozen=True, slots=True)
 class FrozenReference:
@@ -93,7 +95,10 @@ class ReferenceModels:
                 if other_load is None:
                     loaded = self._loading[name] = threading.Event()
                     break
-            other_load.wait()  # if that load fails, this caller tries for itself
+            if not other_load.wait(LOAD_S):  # if that load fails, this caller tries for itself
+                raise ModelError(
+                    f"the reference model '{name}' is still not loaded after {LOAD_S:g} s: ask again later"
+                )
         try:
             return self._add(name, self._load_reference(name))
         finally:

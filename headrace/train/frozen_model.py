@@ -84,7 +84,7 @@ class FrozenScorer:
         top, values = [], []
         chunk = head.default_chunk(device)
         for start in range(0, len(rows), chunk):
-            logits_CV = head.logits(hidden_RD[start : start + chunk], self.lm.head_weight())
+            logits_CV = self.lm.logit_rule.apply(head.logits(hidden_RD[start : start + chunk], self.lm.head_weight()))
             real = torch.float64 if logits_CV.dtype == torch.float64 else torch.float32
             scaled_CV = logits_CV.to(real) / torch.from_numpy(heat[start : start + chunk]).to(device, real)[:, None]
             best = torch.log_softmax(scaled_CV, dim=-1).topk(count, dim=-1)
@@ -108,6 +108,6 @@ class FrozenScorer:
                 values_R = scalars(self.lm.model.score, hidden_RD)
             else:
                 targets = packed_targets(batch, rows_R, device=device, dtype=real)
-                values_R, _ = head.logprobs(hidden_RD, self.lm.head_weight(), targets)
+                values_R, _ = head.logprobs(hidden_RD, self.lm.head_weight(), targets, rule=self.lm.logit_rule)
             scores_T[rows_R.numpy()] = values_R.float().cpu().numpy()
         return [float_array(part) for part in np.split(scores_T, np.cumsum(lengths)[:-1])]

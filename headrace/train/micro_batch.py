@@ -7,18 +7,19 @@ Shape letters: T packed tokens, R tokens that have a weight (rows of the head), 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from headrace.algo.loss_signature import Unit
-from headrace.algo.packing import WORTH_SHARING, build_prefix_tree
-from headrace.metrics import Metric, merge_metrics
+from headrace.algo.packing import WORTH_SHARING, PrefixTree, build_prefix_tree
+from headrace.metrics import Metric, Sum, merge_metrics
 from headrace.model import head
-from headrace.model.attention import Context, make_packed
-from headrace.model.device import to_device
+from headrace.model.attention import Context, Packed, make_packed
+from headrace.model.device import to_device, wide
+from headrace.model.experts import ExpertTally, Routing, check_auxiliary_loss, num_experts, routing_shape
 from headrace.model.load import LanguageModel
 from headrace.model.value_head import scalars
 from headrace.train.batch import BoundLoss, call_loss, concat_arrays, packed_targets
@@ -36,7 +37,7 @@ class MicroBatchOutput:
     values: Tensor  # log-probs or scalars of the rows
 
     def total(self) -> float:
-        return float(torch.stack(list(self.losses)).double().sum())
+        return float(wide(torch.stack(list(self.losses))).sum())
 
     def merged_metrics(self) -> dict[str, Metric]:
         merged: dict[str, Metric] = {}
@@ -88,19 +89,32 @@ class MicroBatchRunner:
         score_everything: bool,  # tokens of weight 0 are rows too
         scalar_head: nn.Module | None,  # the model's own scalar head, or the value head beside the policy's
         value_head: nn.Linear | None,  # beside the policy's head
+        router_aux_loss: float = 0.0,  # of a mixture: how much its auxiliary loss counts, where a gradient is wanted
     ) -> None:
         self.lm, self._optimizer = lm, optimizer
         self._chunk_tokens, self._score_everything = chunk_tokens, score_everything
         self._scalar_head, self._value_head = scalar_head, value_head
+        self._routing = routing_shape(lm.model)
+        self._aux = router_aux_loss
+        if self._aux:
+            check_auxiliary_loss(lm.model)
+            self._experts = num_experts(lm.model)
 
-    def run(self, batch: Sequence[Datum], loss: BoundLoss, *, want_gradient: bool) -> MicroBatchRows | None:
-        """Compute the loss, and with `want_gradient` add its gradient; return None if no token has a weight."""
+    def run(
+        self, batch: Sequence[Datum], loss: BoundLoss, *, want_gradient: bool, load: ExpertTally | None = None
+    ) -> MicroBatchRows | None:
+        """Compute the loss, and with `want_gradient` add its gradient; return None if no token has a weight.
+
+        `load`: of all micro-batches of the request, for the auxiliary loss; without it this one is the only one.
+        """
         beat()
         packed = self.lay_out(batch, loss)
         if packed is None:
             return None
         embedded_TD = self._embed(packed.tokens_T) if want_gradient else None
         output, seeds = self.compute(packed, batch, loss, embedded_TD=embedded_TD, want_gradient=want_gradient)
+        if self._aux and want_gradient and loss.reads_policy:
+            output, seeds = self._with_auxiliary_loss(packed, output, seeds, load)
         if seeds:
             torch.autograd.backward([tensor for tensor, _ in seeds], [gradient for _, gradient in seeds])
         if want_gradient:
@@ -108,6 +122,49 @@ class MicroBatchRunner:
         if embedded_TD is not None:
             self._add_embedding_gradient(packed.tokens_T, embedded_TD)
         return MicroBatchRows(rows_R=packed.rows_R, output=output)
+
+    def expert_load(self, batches: Sequence[Sequence[Datum]], loss: BoundLoss) -> ExpertTally | None:
+        """Count the experts that the tokens of all micro-batches of a request go to; None if there is no need to.
+
+        Where these are not recorded, all but the head is computed for it.
+        """
+        if not self._aux or not loss.reads_policy or len(batches) == 1:
+            return None
+        total: ExpertTally | None = None
+        for batch in batches:
+            beat()
+            packed = self.lay_out(batch, loss)
+            if packed is None:
+                continue
+            if (load := self._load_of(packed)) is None:
+                with torch.no_grad():
+                    self.lm.hidden(packed.tokens_T, packed.positions_T, packed.context)
+                load = self._load_of(packed)
+            assert load is not None
+            total = load if total is None else total.merge(load)
+        return total
+
+    def _load_of(self, packed: PackedBatch) -> ExpertTally | None:
+        assert isinstance(packed.context, Packed)
+        assert self._routing is not None
+        load: ExpertTally | None = packed.context.routing.load(self._routing[0], self._experts)
+        return load
+
+    def _with_auxiliary_loss(
+        self, packed: PackedBatch, output: MicroBatchOutput, seeds: Seeds, load: ExpertTally | None
+    ) -> tuple[MicroBatchOutput, Seeds]:
+        assert isinstance(packed.context, Packed)
+        if load is None:
+            load = self._load_of(packed)
+        value = packed.context.routing.auxiliary_loss(load)
+        weighted = self._aux * value
+        metrics: dict[str, Metric] = {"loss/router_aux": Sum(value.detach())}
+        output = replace(
+            output,
+            losses=[*output.losses, weighted.detach().to(output.losses[0].dtype)],
+            metrics=[*output.metrics, metrics],
+        )
+        return output, [*seeds, (weighted, None)] if weighted.requires_grad else seeds
 
     def lay_out(self, batch: Sequence[Datum], loss: BoundLoss) -> PackedBatch | None:
         """Lay a micro-batch out on the device; return None if no token has a weight."""
@@ -125,14 +182,43 @@ class MicroBatchRunner:
         layout = build_prefix_tree(
             [datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1
         )
+        context = make_packed(layout.lengths, device, layout.parents)
+        if self._routing is not None:
+            uses_T = self._uses(batch, layout, weighted) if self._aux else None
+            routing = Routing(recorded=self._recorded_experts(batch, layout), uses_T=uses_T)
+            context = replace(context, routing=routing)
         return PackedBatch(
             tokens_T=to_device(torch.tensor(layout.tokens, dtype=torch.long), device),
             positions_T=to_device(torch.tensor(layout.positions, dtype=torch.long), device),
-            context=make_packed(layout.lengths, device, layout.parents),
+            context=context,
             rows_R=rows_R,
             places_R=to_device(torch.tensor(layout.place, dtype=torch.long)[rows_R], device),
             arrays=arrays,
         )
+
+    def _uses(self, batch: Sequence[Datum], layout: PrefixTree, weighted: Tensor) -> Tensor:
+        """Count for each packed token the sequences that it is part of; one without a trained token counts nothing."""
+        uses_T = torch.zeros(len(layout.tokens))
+        lengths = [datum.num_tokens for datum in batch]
+        places = torch.tensor(layout.place, dtype=torch.long)
+        for part, of in zip(torch.split(places, lengths), torch.split(weighted, lengths), strict=True):
+            uses_T[part] += float(bool(of.any()))
+        return to_device(uses_T, self.lm.device)
+
+    def _recorded_experts(self, batch: Sequence[Datum], layout: PrefixTree) -> Tensor | None:
+        """Return the experts to replay for each packed token, -1 where they are not known; None if none is."""
+        if all(datum.experts is None for datum in batch):
+            return None
+        assert self._routing is not None
+        laid_out = [
+            np.full((datum.num_tokens, *self._routing), -1, dtype=np.int16) if datum.experts is None else datum.experts
+            for datum in batch
+        ]
+        recorded_TLK = torch.full((len(layout.tokens), *self._routing), -1, dtype=torch.long)
+        # in reverse, so that a shared token has the experts of the first sequence
+        places = torch.tensor(layout.place, dtype=torch.long).flip(0)
+        recorded_TLK[places] = torch.from_numpy(np.concatenate(laid_out)).long().flip(0)
+        return to_device(recorded_TLK, self.lm.device)
 
     def compute(
         self,
@@ -168,7 +254,10 @@ class MicroBatchRunner:
             return self._scalar_loss(hidden_TD[packed.places_R], inputs, loss, want_gradient=want_gradient)
         targets = packed_targets(batch, rows_R, device=device, dtype=real)
         run = self._token_loss if loss.unit is Unit.TOKEN else self._sequence_loss
-        return run(hidden_TD, packed.places_R, targets, inputs, loss, want_gradient=want_gradient)
+        output, seeds = run(hidden_TD, packed.places_R, targets, inputs, loss, want_gradient=want_gradient)
+        if isinstance(packed.context, Packed) and packed.context.routing is not None:
+            output = replace(output, metrics=[*output.metrics, packed.context.routing.metrics()])
+        return output, seeds
 
     def _embed(self, tokens_T: Tensor) -> Tensor | None:
         """Embed the tokens, so that their gradient is added to their rows alone; return None to leave it to autograd.
@@ -229,6 +318,7 @@ class MicroBatchRunner:
             grad_weight_VD=buffer,
             want_gradient=want_gradient,
             chunk_tokens=self._chunk_tokens,
+            rule=self.lm.logit_rule,
         )
         seeds: Seeds = []
         if fused.grad_hidden_TD is not None:
@@ -263,6 +353,7 @@ class MicroBatchRunner:
             targets,
             want_entropy=loss.inputs.wants_entropy,
             chunk_tokens=self._chunk_tokens,
+            rule=self.lm.logit_rule,
         )
         out = call_loss(loss, logprobs, entropy, inputs, self._values(hidden_TD, rows_R, loss))
         output = MicroBatchOutput(losses=[out.loss.detach()], metrics=[out.metrics], values=logprobs.detach())

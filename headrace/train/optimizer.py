@@ -11,9 +11,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from headrace.model import cuda
+from headrace.train.offload import HostOffload
 from headrace.types import Adam
 
 HALF = (torch.bfloat16, torch.float16)
+
+
+def copy_to(tensor: Tensor, device: str | None) -> Tensor:
+    """Copy a tensor, to another device if one is given."""
+    return tensor.detach().to(device or tensor.device, copy=True)
 
 
 class MasterAdamW:
@@ -34,6 +40,24 @@ class MasterAdamW:
         self._num_updates = 0
         self._kernel: Any = None  # a CudaAdamW, made for the first update
         self._before: dict[str, Tensor] | None = None  # the masters before the last reversible update
+        self._host = HostOffload()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Return whether masters or moments are in host memory: then nothing but `state_dict` may be called."""
+        return self._host.num_bytes > 0
+
+    def offload(self) -> None:
+        """Move masters and moments to host memory. Masters that are the parameters themselves stay."""
+        weights = {parameter.untyped_storage()._cdata for parameter in self.parameters.values()}
+        moments = [value for state in self._adam.state.values() for value in state.values() if value.ndim]
+        tensors = [*self.masters.values(), *moments, *(self._before or {}).values()]
+        self._host.offload(tensor for tensor in tensors if tensor.untyped_storage()._cdata not in weights)
+        self._kernel = None  # it has the addresses of what has gone
+
+    def reload(self) -> None:
+        """Bring masters and moments back."""
+        self._host.reload()
 
     def buffer(self, name: str) -> Tensor:
         """Return the buffer of a parameter's accumulated gradient, made (zero) on first use."""
@@ -152,16 +176,17 @@ class MasterAdamW:
         )
         increment_version(list(self.parameters.values()))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return flat tensors: `<parameter>/exp_avg`, `/exp_avg_sq`, `/step`; `/master` for half-precision modules."""
+    def state_dict(self, *, device: str | None = None) -> dict[str, Tensor]:
+        """Copy flat tensors, to `device` or in place: `<parameter>/exp_avg`, `/exp_avg_sq`, `/step`; `/master` for
+        half-precision modules."""
         flat: dict[str, Tensor] = {}
         for name, leaf in self._leaves.items():
             if self._on_cuda and leaf in self._adam.state:
                 self._adam.state[leaf]["step"].fill_(self._num_updates)
             for key, value in self._adam.state.get(leaf, {}).items():
-                flat[f"{name}/{key}"] = value.detach().clone().reshape(value.shape or (1,))
+                flat[f"{name}/{key}"] = copy_to(self._host.value(value), device).reshape(value.shape or (1,))
             if self.parameters[name].dtype in HALF:
-                flat[f"{name}/master"] = self.masters[name].detach().clone()
+                flat[f"{name}/master"] = copy_to(self._host.value(self.masters[name]), device)
         return flat
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:

@@ -26,14 +26,16 @@ from headrace.model.value_head import has_scalar_head
 from headrace.train.batch import bind_loss, check_data, check_head
 from headrace.train.micro_batch import MicroBatchRows, MicroBatchRunner
 from headrace.train.optimizer import MasterAdamW
+from headrace.train.state_writer import StateWriter
 from headrace.train.trainer_state import (
     VALUE_HEAD,
     TrainedState,
     check_state,
+    copy_for_saving,
     copy_state,
     load_trained,
     restore_state,
-    save_trained,
+    write_copy,
 )
 from headrace.types import (
     CROSS_ENTROPY,
@@ -52,6 +54,7 @@ from headrace.types import (
 )
 
 R = TypeVar("R")
+WITHOUT_STATE = ("offload", "forward", "export_weights", "save_state", "read_state")  # requests that need no moments
 EXPLODED = 1e6  # a weight above it is no weight of a model that works
 
 
@@ -107,6 +110,7 @@ class TorchBackend:
         keep_earlier: bool = False,  # a request that fails or whose gradient is not finite keeps the earlier gradient
         idle_steps: bool = False,  # an update with nothing accumulated is one with a gradient of zero
         between: Callable[[], None] | None = None,  # called between two micro-batches, to let others use the thread
+        router_aux_loss: float = 0.0,  # of a mixture: how much its auxiliary loss counts in `forward_backward`
     ) -> None:
         assert micro_batch_tokens > 0
         assert value_head is None or not has_scalar_head(lm)
@@ -122,10 +126,12 @@ class TorchBackend:
             score_everything=score_everything,
             scalar_head=scalar_head,
             value_head=value_head,
+            router_aux_loss=router_aux_loss,
         )
         self._keep_earlier, self._idle_steps, self._between = keep_earlier, idle_steps, between
         self._has_gradient = False
         self._num_updates = 0
+        self._writer = StateWriter()
         self.worker = worker or ComputeThread()
         self._owns_worker = worker is None
 
@@ -146,12 +152,21 @@ class TorchBackend:
         return self._submit("optim_step", lambda: self._step(update))
 
     def save_state(self, folder: Path) -> "Future[None]":
-        return self._submit(
-            "save_state", lambda: save_trained(folder, self.lm, self._optimizer, num_updates=self._num_updates)
-        )
+        """Copy the state in its turn, and write it beside what comes after."""
+
+        def copied() -> Callable[[], None]:
+            self._writer.wait()
+            state = copy_for_saving(self.lm, self._optimizer, num_updates=self._num_updates)
+            return lambda: write_copy(folder, self.lm, state)
+
+        return self._writer.write_copy(self._submit("save_state", copied))
 
     def load_state(self, folder: Path) -> "Future[None]":
-        return self._submit("load_state", lambda: self._load(folder))
+        def load() -> None:
+            self._writer.wait()  # it may be the state that is being written
+            self._load(folder)
+
+        return self._submit("load_state", load)
 
     def export_weights(self) -> "Future[WeightsHandle]":
         return self._submit("export_weights", self._export)
@@ -171,15 +186,30 @@ class TorchBackend:
             "gradients", lambda: {name: self._optimizer.buffer(name).clone() for name in self._optimizer.gradients}
         )
 
+    def offload(self) -> "Future[None]":
+        """Move the optimiser's state (masters and moments) to host memory and free its place on the device.
+
+        Weights and an accumulated gradient stay. No result is changed by it: `forward`, `export_weights`, `save_state`
+        and `read_state` work meanwhile, and any other request brings the state back first.
+        """
+        return self._submit("offload", self._offload)
+
+    def reload(self) -> "Future[None]":
+        """Bring the optimiser's state back to the device; does nothing if it is there."""
+        return self._submit("reload", lambda: None)
+
     def close(self) -> None:
-        """End the compute thread, if it is the backend's own."""
+        """Wait for a state that is being written, and end the compute thread if it is the backend's own."""
         if self._owns_worker:
             self.worker.close()
+        self._writer.close()
 
     def _submit(self, what: str, run: Callable[[], R]) -> "Future[R]":
         def guarded() -> R:
             with boundary(BackendError, f"{what} failed"):
                 try:
+                    if what not in WITHOUT_STATE:
+                        self._optimizer.reload()
                     result = run()
                     if self.lm.device.type == "cuda":  # the result is read on another stream
                         torch.cuda.current_stream().synchronize()
@@ -199,6 +229,11 @@ class TorchBackend:
         return self._submit("the largest micro-batch", lambda: self._try_worst_case(longest))
 
     # --- on the compute thread ---
+
+    def _offload(self) -> None:
+        self._optimizer.offload()
+        if self.lm.device.type == "cuda":  # what torch keeps in reserve is of no use to other processes
+            torch.cuda.empty_cache()
 
     def _try_worst_case(self, longest: int) -> None:
         self._optimizer.allocate()
@@ -240,12 +275,15 @@ class TorchBackend:
         )
         logprobs: list[FloatArray] = [float_array(np.full(datum.targets.shape, np.nan)) for datum in data]
         queued: list[tuple[tuple[int, ...], MicroBatchRows]] = []
+        load = None
+        if want_gradient:
+            load = self._micro_batches.expert_load([[data[index] for index in indices] for indices in batches], loss)
         for number, indices in enumerate(batches):
             if number and self._between is not None:
                 self._between()
             batch = [data[index] for index in indices]
             with torch.set_grad_enabled(want_gradient):
-                rows = self._micro_batches.run(batch, loss, want_gradient=want_gradient)
+                rows = self._micro_batches.run(batch, loss, want_gradient=want_gradient, load=load)
             if rows is not None:
                 queued.append((indices, rows))
         total, metrics = 0.0, dict[str, Metric]()

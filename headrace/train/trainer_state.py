@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headrace.errors import BackendError
-from headrace.model.load import LanguageModel, fingerprint, read_weights
-from headrace.model.lora import LoraLinear, lora_layers, merged_state_dict, save_adapter
+from headrace.model.load import LanguageModel, fingerprint, read_weights, smollm2_folder
+from headrace.model.lora import LoraLinear, lora_layers, merged_state_dict, rank_of, write_adapter
+from headrace.names import SMOLLM2
 from headrace.storage.hub import HubName, hub_name
-from headrace.train.optimizer import HALF, MasterAdamW
+from headrace.train.optimizer import HALF, MasterAdamW, copy_to
 
 OPTIMIZER_FILE, ADAPTER_FILE, STATE_FILE = "optimizer.safetensors", "lora.safetensors", "trainer.json"
 VALUE_HEAD_FILE, VALUE_HEAD = "value_head.safetensors", "value_head.weight"
@@ -57,32 +58,87 @@ def restore_state(optimizer: MasterAdamW, state: TrainedState) -> None:
     optimizer.load_state_dict(state.moments)
 
 
-def save_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW, *, num_updates: int) -> None:
-    """Write the model and its training state into a folder."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopy:
+    """A copy, in host memory, of all that a saved folder holds of a model."""
+
+    model: Mapping[str, Tensor]  # its state dict, with adapters merged
+    untied: bool  # the head has an adapter of its own, so that it is no longer the embedding
+    adapters: Mapping[str, tuple[Tensor, Tensor]]  # A and B by layer
+    scale: float  # of the adapters
+    rank: int  # of the adapters
+    trained: Mapping[str, Tensor]  # beside adapters only: without them all weights are in the folder
+    value_head: Tensor | None
+    moments: Mapping[str, Tensor]
+    num_updates: int
+    frozen: str  # the fingerprint of the weights that are not trained
+
+
+def copy_for_saving(lm: LanguageModel, optimizer: MasterAdamW, *, num_updates: int) -> StateCopy:
+    """Copy the model and its training state, for `write_copy`."""
+    layers = dict(lora_layers(lm.model))
+    tied = bool(getattr(lm.model.config, "tie_word_embeddings", False))
+    adapted_head = isinstance(getattr(lm.model, "lm_head", None), LoraLinear)
+    state = merged_state_dict(lm.model) if layers else lm.model.state_dict()
+    if layers and tied and not adapted_head:
+        state.pop("lm_head.weight", None)
+    copies: dict[tuple[int, torch.Size], Tensor] = {}  # tensors that are one stay one, as transformers wants them
+    model = {}
+    for name, tensor in state.items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            copies[key] = copy_to(tensor, "cpu")
+        model[name] = copies[key]
+    beside = optimizer.parameters.get(VALUE_HEAD)
+    return StateCopy(
+        model=model,
+        untied=tied and adapted_head,
+        adapters={name: (copy_to(layer.down[0], "cpu"), copy_to(layer.up[0], "cpu")) for name, layer in layers.items()},
+        scale=next((layer.scale for layer in layers.values()), 0.0),
+        rank=next((rank_of(layer) for layer in layers.values()), 0),
+        trained={name: copy_to(value, "cpu") for name, value in optimizer.parameters.items()} if layers else {},
+        value_head=None if beside is None else copy_to(beside, "cpu"),
+        moments=optimizer.state_dict(device="cpu"),
+        num_updates=num_updates,
+        frozen=_frozen_fingerprint(lm, optimizer),
+    )
+
+
+def write_copy(folder: Path, lm: LanguageModel, state: StateCopy) -> None:
+    """Write a copied state into a folder; of the model itself only configuration and tokenizer are read."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_saved(folder)
-    has_lora = _has_lora(lm)
-    if has_lora:
+    if state.adapters:
         base = base_name(lm.source)
-        save_adapter(lm.model, folder / "adapter", base_model=base.repo, revision=base.revision)
-        trained = {name: value.detach().clone() for name, value in optimizer.parameters.items()}
-        save_file(trained, folder / ADAPTER_FILE)
-        _save_merged(lm, folder)
-    else:
-        lm.model.save_pretrained(folder)
-    if (value_head := optimizer.parameters.get(VALUE_HEAD)) is not None:
-        save_file({VALUE_HEAD: value_head.detach().clone()}, folder / VALUE_HEAD_FILE)
+        write_adapter(
+            folder / "adapter",
+            state.adapters,
+            scale=state.scale,
+            rank=state.rank,
+            base_model=base.repo,
+            revision=base.revision,
+        )
+        save_file(dict(state.trained), folder / ADAPTER_FILE)
+    lm.model.save_pretrained(folder, state_dict=dict(state.model))
+    if state.untied:
+        untied = copy.deepcopy(lm.model.config)
+        untied.tie_word_embeddings = False
+        untied.save_pretrained(folder)
+    if state.value_head is not None:
+        save_file({VALUE_HEAD: state.value_head}, folder / VALUE_HEAD_FILE)
     lm.tokenizer.save_pretrained(folder)
-    save_file(optimizer.state_dict() or {"empty": torch.zeros(1)}, folder / OPTIMIZER_FILE)
-    state = {"num_updates": num_updates, "lora": has_lora, "frozen": _frozen_fingerprint(lm, optimizer)}
-    (folder / STATE_FILE).write_text(json.dumps(state) + "\n")
+    save_file(dict(state.moments) or {"empty": torch.zeros(1)}, folder / OPTIMIZER_FILE)
+    written = {"num_updates": state.num_updates, "lora": bool(state.adapters), "frozen": state.frozen}
+    (folder / STATE_FILE).write_text(json.dumps(written) + "\n")
 
 
 def base_name(source: str) -> HubName:
-    """Return what an adapter calls its base model: the name and commit on the hub, else the name of its folder (without
-    the folders above it, whose names may depend on a clock)."""
+    """Return what an adapter calls its base model, so that `peft` finds it: the name and commit on the hub, else the
+    whole path of its folder."""
+    if source == SMOLLM2:
+        return HubName(repo=str(smollm2_folder()), revision="")
     name = None if Path(source).exists() else hub_name(source)
-    return HubName(repo=Path(source).name, revision="") if name is None else name
+    return HubName(repo=str(Path(source).absolute()), revision="") if name is None else name
 
 
 def load_trained(folder: Path, lm: LanguageModel, optimizer: MasterAdamW) -> TrainedState:
@@ -170,21 +226,3 @@ def remove_saved(folder: Path) -> None:
         file.unlink()
     shutil.rmtree(folder / "adapter", ignore_errors=True)
     shutil.rmtree(folder / SHARDS, ignore_errors=True)
-
-
-def _save_merged(lm: LanguageModel, folder: Path) -> None:
-    """Save the model with its adapter merged.
-
-    A head that is tied to the embedding is left out, as `save_pretrained` does, unless it has an adapter of its own:
-    then the saved model is no longer tied.
-    """
-    config, state = lm.model.config, merged_state_dict(lm.model)
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    adapted_head = isinstance(getattr(lm.model, "lm_head", None), LoraLinear)
-    if tied and not adapted_head:
-        state.pop("lm_head.weight", None)
-    lm.model.save_pretrained(folder, state_dict=state)
-    if tied and adapted_head:
-        untied = copy.deepcopy(config)
-        untied.tie_word_embeddings = False
-        untied.save_pretrained(folder)

@@ -7,6 +7,7 @@ are pure functions beside the measurements. `docs/verify.md` says what each line
 - `gradient_check.py`: loss and gradient equal a slow reference, however the data is laid out.
 - `sampling_check.py`: sampler and trainer agree, and a request does not depend on its batch.
 - `mask_check.py`: masks cover exactly the sampled tokens, and episodes stay in their group.
+- `adapter_check.py`: LoRA layers compute what merged weights do, and so do their gradients.
 - `resume_check.py`: training continues from a checkpoint as if it had never stopped.
 - `reference.py` is that slow reference, in float64.
 - `property_result.py` holds figures and their bounds, and formats the table.
@@ -15,6 +16,7 @@ are pure functions beside the measurements. `docs/verify.md` says what each line
 from collections.abc import Callable, Iterator, Mapping
 
 from headrace.errors import HeadraceError, ModelError, boundary
+from headrace.verify.adapter_check import check_adapters
 from headrace.verify.gradient_check import check_gradients
 from headrace.verify.mask_check import check_groups, check_masks
 from headrace.verify.property_result import PropertyResult, property_failed_to_run
@@ -30,6 +32,7 @@ CHECKS: Mapping[str, Callable[[VerifySubject, Played], PropertyResult | tuple[Pr
     "masks cover what was sampled": check_masks,
     "groups keep their identity": check_groups,
     "a restart changes nothing": check_resume,
+    "adapters are merged weights": check_adapters,
 }
 
 

@@ -68,14 +68,15 @@ def check_gradients(parts: VerifySubject, played: Played) -> tuple[PropertyResul
             for label, gradient, exact, rounding in pairs
             for figure in compared(label, gradient, exact.gradient, rounding)
         ),
-        detail=f"{sum(datum.num_tokens for datum in data)} tokens against transformers in float64 with full logits",
+        detail=f"{sum(datum.num_tokens for datum in data)} tokens against transformers in float64 with full logits; "
+        f"{where(supervised.of, references[0].gradient.of)}",
     )
 
     def same(name: str, calls: Sequence[Sequence[Datum]], tokens: int, detail: str) -> PropertyResult:
         gradient = measured(parts, calls, parts.ppo, micro_batch_tokens=tokens)
         error = relative_error(gradient.of, ppo.of)
         figure = Figure(label="gradient, relative change", value=error, bound=MARGIN * roundings[1].gradient)
-        return PropertyResult(name=name, figures=(figure,), detail=detail)
+        return PropertyResult(name=name, figures=(figure,), detail=f"{detail}; {where(gradient.of, ppo.of)}")
 
     return (
         right,
@@ -119,6 +120,18 @@ def relative_error(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor])
     return float(np.sqrt(off / size)) if size > 0 else float("inf")
 
 
+def where(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """Say in which parameter's gradient most of the difference is."""
+    if missing := sorted(expected.keys() - actual.keys()):
+        return f"{missing[0]} has no gradient"
+    errors = {
+        name: float((actual[name].double() - gradient.double()).square().sum()) for name, gradient in expected.items()
+    }
+    worst, total = max(errors, key=lambda name: errors[name]), sum(errors.values())
+    share = errors[worst] / total if total > 0 else 0.0
+    return f"{100 * share:.0f} % of the squared difference is in the gradient of {worst}"
+
+
 def padded(data: Sequence[Datum]) -> tuple[Datum, ...]:
     """Append tokens without weight to every datum."""
     return tuple(_lengthened(datum, PADDING[index % len(PADDING)]) for index, datum in enumerate(data))
@@ -126,8 +139,12 @@ def padded(data: Sequence[Datum]) -> tuple[Datum, ...]:
 
 def _lengthened(datum: Datum, by: int) -> Datum:
     tail = np.resize(datum.inputs, by)
+    experts = datum.experts
+    if experts is not None:
+        experts = np.concatenate([experts, np.full((by, *experts.shape[1:]), -1, dtype=np.int16)])
     return replace(
         datum,
+        experts=experts,
         inputs=int_array(np.concatenate([datum.inputs, tail])),
         targets=int_array(np.concatenate([datum.targets, tail])),
         arrays={name: float_array(np.concatenate([array, np.zeros(by)])) for name, array in datum.arrays.items()},

@@ -39,7 +39,7 @@ class ReferenceForward:
 def reference_model(lm: LanguageModel) -> Any:
     """Copy the model in float64, with transformers' own attention."""
     model = prepare(copy.deepcopy(lm.model).double(), lm.tokenizer, source=lm.source).model
-    model.set_attn_implementation("sdpa")
+    _use_own_attention(model)
     return model
 
 
@@ -50,8 +50,17 @@ def plain_model(lm: LanguageModel) -> Any:
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.__class__ = nn.Linear  # type: ignore[assignment]
-    model.set_attn_implementation("sdpa")
+    _use_own_attention(model)
     return model
+
+
+def _use_own_attention(model: Any) -> None:
+    """Switch to transformers' attention: torch's fused kernel, or written out for types that this kernel cannot do.
+
+    Experts are computed by transformers' loop over them.
+    """
+    model.config._experts_implementation = "eager"
+    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
 
 
 def reference_logprobs(model: Any, datum: Datum) -> Tensor:
@@ -71,7 +80,7 @@ def reference_gradients(model: Any, data: Sequence[Datum], *, clip: float) -> tu
     ratio_N = (logprobs_N - _column(data, "sampler_logprobs", logprobs_N)).exp()
     advantages_N = _column(data, "advantages", logprobs_N)
     clipped_N = ratio_N.clamp(1 - clip, 1 + clip)
-    named = dict(model.named_parameters())
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     forwards = []
     for terms_N in (-logprobs_N, -torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)):
         loss = terms_N.mean()

@@ -72,7 +72,8 @@ def check_sampler(parts: VerifySubject, played: Played) -> PropertyResult:
             Figure(label="log-probs apart, largest", value=_largest(difference), bound=parts.bounds.logprob_max),
             Figure(label="sampler to float64, mean (2 x trainer's)", value=sampler_error, bound=allowed),
         ),
-        detail=f"{len(difference)} tokens at temperatures {', '.join(map(str, TEMPERATURES))}",
+        detail=f"{len(difference)} tokens at temperatures {', '.join(map(str, TEMPERATURES))}; the log-probs are apart "
+        f"most at {_place(data, difference)}",
     )
 
 
@@ -82,6 +83,19 @@ def check_bits(parts: VerifySubject, played: Played) -> PropertyResult:
     bound = 0.0 if parts.exact else math.inf
     figure = Figure(label="requests whose bits depend on the batch", value=float(result.changed), bound=bound)
     return PropertyResult(name="a crowd changes no bit", figures=(figure,), detail=result.detail)
+
+
+def _place(data: Sequence[Datum], difference_N: Floats) -> str:
+    """Say which sampled token the largest difference is at."""
+    worst = int(np.argmax(np.nan_to_num(difference_N, nan=np.inf)))
+    for index, datum in enumerate(data):
+        trained = np.flatnonzero(datum.arrays["weights"])
+        if worst < len(trained):
+            return (
+                f"position {int(trained[worst]) + 1} of request {index}, whose prompt has {int(trained[0]) + 1} tokens"
+            )
+        worst -= len(trained)
+    raise AssertionError("differences are of the data's tokens")
 
 
 async def _sampled(parts: VerifySubject) -> list[Datum]:

@@ -5,8 +5,10 @@ The commands below are loaded when they are first used, so that a wrong file is 
 A run, in the order of what happens:
 - `checked_config` loads and checks the TOML file.
 - `commands/train` makes the run folder and runs the stages; `resume` decides where each goes on; `signals` stops it.
+- `changed_config` decides which keys a resumed run may change.
 - `hub_commits` pins what is on the Hugging Face hub to commits, and fetches its models.
 - `preflight` loads the data and functions of all stages once, as `inputs`; `input_files` tells if they changed.
+- `epochs` turns epochs into steps.
 - `stage_context` opens what a stage needs; `runtime/` trains and samples its model.
 - `stages` runs the loops; `build/` makes their parts from sections of the configuration.
 

@@ -1,15 +1,17 @@
 """Load a run's TOML file and check all that can be checked without loading data, weights or users' code."""
 
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 from headrace.config import Config, RlConfig, absolute_paths, check, load_config
 from headrace.config.paths import find_path, remote_name, split_sum
 from headrace.errors import ConfigError, ModelError, boundary
 from headrace.names import NAMED_MODELS, SMOLLM2
+from headrace.storage.adapter_files import described_model
 from headrace.storage.hub import hub_name, model_description
 
 
@@ -22,11 +24,11 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
         if not file.is_file():
             raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
         text = file.read_text(encoding="utf-8")
-    from headrace.envs.task_definitions import task_defaults
+    base = file.absolute().parent
+    config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(_task_defaults, base=base))
+
     from headrace.wiring.input_files import follow_move
 
-    base = file.absolute().parent
-    config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(task_defaults, base=base))
     config = follow_move(config, base)
     hub_model = _described_by_hub(config, file=str(file), base=base)
     check(config, file=str(file), base=base, command=command, hub_model=hub_model)
@@ -36,6 +38,16 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
     if config.model.service is None:
         _check_model_type(config.model.path, hub_model)
     return config
+
+
+def _task_defaults(rl: Mapping[str, Any], *, base: Path) -> Mapping[str, Any]:
+    """Return what a task definition says of the table [rl]; environments are imported only where there is one."""
+    tasks = rl.get("tasks")
+    if not isinstance(tasks, Mapping) or tasks.get("type") != "task":
+        return {}
+    from headrace.envs.task_definitions import task_defaults
+
+    return task_defaults(rl, base=base)
 
 
 def _described_by_hub(config: Config, *, file: str, base: Path) -> Path | None:
@@ -68,8 +80,8 @@ def model_override(policy: str) -> str:
 
 def _check_parameters(rl: RlConfig, *, file: str) -> None:
     """Raise ConfigError for a parameter that the credit method or the built-in loss does not take, and for a loss that
-    needs arrays which cannot be provided. A user's own loss is checked in the preflight, where it is imported."""
-    from headrace.algo.advantages.credit import check_method
+    needs arrays which cannot be provided. A user's own loss or credit is checked in the preflight, which imports it."""
+    from headrace.algo.advantages.credit import METHODS, check_method
     from headrace.algo.loss_signature import loss_inputs
     from headrace.algo.losses import LOSSES, find_loss
     from headrace.algo.name_lookup import check_numbers
@@ -77,7 +89,7 @@ def _check_parameters(rl: RlConfig, *, file: str) -> None:
 
     key = "rl.credit_params"
     try:
-        if rl.critic is None:
+        if rl.critic is None and rl.credit in METHODS:
             check_method(rl.credit, rl.credit_params)
         key = "rl.loss"
         if all(term in LOSSES for term in split_sum(rl.loss)):
@@ -94,7 +106,7 @@ def _check_model_type(path: str, hub_model: Path | None) -> None:
     from headrace.model.supported import check_supported
 
     if path not in NAMED_MODELS and remote_name(path) is None:
-        file = (hub_model or Path(path)) / "config.json"
+        file = described_model(hub_model or Path(path)) / "config.json"
         with boundary(ModelError, f"{file} cannot be read"):
             described = SimpleNamespace(**json.loads(file.read_text(encoding="utf-8")))
         check_supported(described)

@@ -11,14 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.config import Config, ModelConfig, SourceConfig, map_paths, named_paths
-from headrace.config.paths import is_url
+from headrace.config.paths import is_url, task_sources
 from headrace.model.load import model_folder
 from headrace.names import NAMED_MODELS
 from headrace.storage.hub import HubCommit, Kind, find_commit, hub_name
 
 logger = logging.getLogger(__name__)
 
-_MODEL_KEYS = re.compile(r"model\.path|rl\.(reference|teacher|critic\.path)|rl\.rewards\[\d+\]\.path")
+_MODEL_KEYS = re.compile(
+    r"model\.path|rl\.(reference|teacher|critic\.path)|rl\.rewards\[\d+\]\.path|dpo\.reference"
+    r"|distill\.teachers\[\d+\]\.path"
+)
 
 
 def hub_commits(config: Config, recorded: Mapping[str, HubCommit]) -> dict[str, HubCommit]:
@@ -69,12 +72,14 @@ def _hub_keys(config: Config) -> Iterator[tuple[str, Kind]]:
 
 def _sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
     """Yield the sources of data by the key of their path."""
-    for name, stage in (("sft", config.sft), ("reward_model", config.reward_model)):
+    for name, stage in (("sft", config.sft), ("dpo", config.dpo), ("reward_model", config.reward_model)):
         if stage is not None:
             yield from ((f"{name}.sources[{i}].path", source) for i, source in enumerate(stage.sources))
             if stage.held_out is not None:
                 yield f"{name}.held_out.path", stage.held_out
+    for i, teacher in enumerate(config.distill.teachers if config.distill is not None else ()):
+        yield f"distill.teachers[{i}].tasks.path", teacher.tasks
     if config.rl is not None:
-        yield "rl.tasks.path", config.rl.tasks
+        yield from ((f"{key}.path", source) for key, source in task_sources(config.rl))
     if config.eval.source is not None:
         yield "eval.source.path", config.eval.source

@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from headrace.config import Config, map_paths, named_paths, to_mapping
-from headrace.envs.task_definitions import read_definition
+from headrace.config.paths import task_sources
 from headrace.errors import ConfigError, HeadraceError, RunFolderError, StorageError, boundary
 from headrace.observe.json_lines import write_whole
 from headrace.observe.run_folder import RunFolder
@@ -79,6 +79,7 @@ class InputRecord:
     keys: dict[str, KeyFiles]
     accepted: list[AcceptedChange] = field(default_factory=list)
     hub: dict[str, HubCommit] = field(default_factory=dict)  # of names of the Hugging Face hub, by key
+    rows: dict[str, int] = field(default_factory=dict)  # of stages whose length was given in epochs
 
 
 _RECORD = TypeAdapter(InputRecord)
@@ -105,16 +106,33 @@ def record_inputs(config: Config, folder: RunFolder, hub: Mapping[str, HubCommit
     _write(folder, InputRecord(run_folder=str(folder.path.resolve()), keys=keys, hub=dict(hub or {})))
 
 
-def check_inputs(config: Config, folder: RunFolder, *, reads: Callable[[str], bool], accept_changes: bool) -> None:
+def record_rows(folder: RunFolder, rows: Mapping[str, int]) -> None:
+    """Write how many rows stages had whose length was given in epochs."""
+    record = read_record(folder)
+    assert record is not None, "a new run records its inputs first"
+    _write(folder, replace(record, rows=dict(rows)))
+
+
+def check_inputs(
+    config: Config,
+    folder: RunFolder,
+    *,
+    reads: Callable[[str], bool],
+    accept_changes: bool,
+    other_files: Collection[str] = (),
+    hub: Mapping[str, HubCommit] | None = None,
+) -> None:
     """Raise ConfigError if files changed since the run read them, unless `accept_changes`, which records the new ones.
 
     `reads` tells whether the run still reads the files of a key. Unchanged size and modification time mean an unchanged
     file, so that large ones are not read. In a run folder from before inputs.json, nothing is compared.
+    `other_files` are keys, or tables of keys, that name other files than before, or none: these are recorded. Other
+    weights at another `model.path` are never accepted.
     """
     record = read_record(folder)
     if record is None:
         logger.info("%s has no %s: changes of data and code are not noticed", folder.path, folder.inputs.name)
-        record_inputs(config, folder)
+        record_inputs(config, folder, hub)
         return
     before = {key: files for key, files in record.keys.items() if not key.startswith(PERMISSIONS)}
     known = {str(Path(of.folder) / name): file for of in before.values() for name, file in of.files.items()}
@@ -124,10 +142,11 @@ def check_inputs(config: Config, folder: RunFolder, *, reads: Callable[[str], bo
         return known.get(str(path), moved)
 
     now = _find_files(config, folder, recorded, reads)
+    _check_model(before.get("model.path"), now.get("model.path"))
     changed = sorted(
         str(Path(folder_of) / name)
         for key in {*before, *now}
-        if reads(key)
+        if reads(key) and not _is_within(key, other_files)
         for folder_of, name in _changed(before.get(key), now.get(key))
     )
     if changed and not accept_changes:
@@ -142,9 +161,25 @@ def check_inputs(config: Config, folder: RunFolder, *, reads: Callable[[str], bo
         logger.warning("the run goes on with changed files: %s", ", ".join(changed))
         accepted.append(AcceptedChange(time=datetime.now(UTC).isoformat(timespec="seconds"), files=changed))
     unread = {key: files for key, files in before.items() if not reads(key)}
-    updated = replace(record, keys={**unread, **now}, accepted=accepted)
+    updated = replace(record, keys={**unread, **now}, accepted=accepted, hub={**record.hub, **(hub or {})})
     if updated != record:
         _write(folder, updated)
+
+
+def _check_model(before: KeyFiles | None, now: KeyFiles | None) -> None:
+    """Raise ConfigError for other weights at another place: that is another model, and no change of a file."""
+    if before is None or now is None or before.folder == now.folder:
+        return
+    if any(name.endswith(".safetensors") for _, name in _changed(before, now)):
+        raise ConfigError(
+            f"'model.path' is {now.folder}, which is another model than {before.folder}, with which the run was "
+            "started: write the old one, or start a new run without --resume"
+        )
+
+
+def _is_within(key: str, tables: Collection[str]) -> bool:
+    """Tell whether a key is one of `tables`, or in one of them."""
+    return any(key == table or key.startswith((f"{table}.", f"{table}[")) for table in tables)
 
 
 def _changed(before: KeyFiles | None, now: KeyFiles | None) -> Iterator[tuple[str, str]]:
@@ -207,11 +242,10 @@ def _find_files(
     found: dict[str, KeyFiles] = {}
     runs = {os.path.realpath(run.path.parent), os.path.realpath(config.run.folder)}
     named = {**_modules(to_mapping(config)), **{key: Path(path) for key, path in named_paths(config).items()}}
-    definitions = {
-        f"{key}.path"
-        for key, source in (("rl.tasks", config.rl.tasks if config.rl else None), ("eval.source", config.eval.source))
-        if source is not None and source.type == "task"
-    }
+    sources = [*(task_sources(config.rl) if config.rl else ()), ("eval.source", config.eval.source)]
+    teachers = config.distill.teachers if config.distill else ()
+    sources += [(f"distill.teachers[{number}].tasks", teacher.tasks) for number, teacher in enumerate(teachers)]
+    definitions = {f"{key}.path" for key, source in sources if source is not None and source.type == "task"}
     for key, path in named.items():
         with boundary(StorageError, f"the files of '{key}' cannot be read"):
             if key.startswith(PERMISSIONS) or not reads(key) or not path.is_absolute() or not path.exists():
@@ -257,6 +291,8 @@ def _files_of(path: Path, *, is_definition: bool) -> Iterable[Path]:
         return _with_imports(path)
     if not is_definition:
         return [path]
+    from headrace.envs.task_definitions import read_definition  # environments are slow to import
+
     definition = read_definition(path)
     names = [definition.dataset_path, definition.tools_module_path]
     names += [str(definition.base_resource_config.get(key, "")) for key in ("schema_file", "seed_data_file")]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.algo.advantages.anchor_keys import KeysFn
+from headrace.algo.advantages.credit import CreditMethod
 from headrace.data.conversations import Conversation
 from headrace.data.preferences import PreferencePair
 from headrace.loops.distill import TaughtTask
@@ -40,12 +41,13 @@ class RlFunctions:
     loss: LossSpec
     correction: CorrectionSettings | None  # None: the loss does not weight stale tokens
     keys: KeysFn  # of anchor states
+    credit: CreditMethod
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlInputs:
     functions: RlFunctions
-    tasks: tuple[Task, ...]  # those whose prompts fit
+    tasks: Sequence[tuple[Task, ...]]  # of each source, those whose prompts fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

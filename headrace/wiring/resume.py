@@ -1,10 +1,9 @@
 """Decide how a run is resumed: which run, with which configuration, and from which checkpoint of each stage."""
 
-import json
 import logging
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,15 +11,16 @@ from typing import Any, Literal
 
 import tomli_w
 
-from headrace.config import Config, load_config, map_paths, named_paths, to_mapping
+from headrace.config import Config, load_config, map_paths, named_paths, num_steps, to_mapping
 from headrace.config.aliases import use_new_names
 from headrace.errors import CheckpointError, ConfigError, RunFolderError
+from headrace.observe.config_changes import ConfigChange
 from headrace.observe.run_folder import RunFolder, find_latest, find_runs
-from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name, has_checkpoints
+from headrace.train.checkpoint import CheckpointStore, LoadedCheckpoint, checkpoint_name, has_checkpoints, newest_step
+from headrace.wiring.changed_config import STAGES, StageSteps, find_changes, is_fixed, names_other_file, refusal
 from headrace.wiring.input_files import PERMISSIONS, read_record
 
 logger = logging.getLogger(__name__)
-NOT_TRAINED = ("folder", "stall_warn_s", "stall_end_s")  # keys of [run] that do not change what is trained
 
 
 def run_to_resume(config: Config, run: Path | None, *, base: Path | None = None) -> Path:
@@ -94,6 +94,12 @@ class ResumePlan:
         """Tell whether no stage has steps left."""
         return all(stage.is_complete for stage in self.stages)
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The stage that the run goes on with, or its last one, and the steps that it has done."""
+        stage = next((stage for stage in self.stages if not stage.is_complete), self.stages[-1])
+        return stage.name, stage.done
+
     def reads(self, key: str) -> bool:
         """Tell whether a stage with steps left reads what this key of the configuration names."""
         match key.partition(".")[0]:
@@ -121,24 +127,28 @@ def plan_resume(config: Config, folder: RunFolder, *, check_owner: Callable[[], 
     trained = [(name, stage) for name, stage in (("sft", sft), ("distill", distill), ("dpo", dpo)) if stage is not None]
     follows = bool(trained)
     newest = partial(_newest, config, folder, check_owner)
-    at_rl = None if rl is None else newest("rl", rl.steps, may_start_again=follows)
+    at_rl = None if rl is None else newest("rl", num_steps(rl), may_start_again=follows)
     begun = at_rl is not None and at_rl.newest is not None
 
     def result(name: str, steps: int) -> Path:
         return folder.checkpoints / name / checkpoint_name(steps)
 
     return ResumePlan(
-        sft=None if sft is None or begun else newest("sft", sft.steps),
-        distill=None if distill is None or begun else newest("distill", distill.steps, may_start_again=sft is not None),
+        sft=None if sft is None or begun else newest("sft", num_steps(sft)),
+        distill=None
+        if distill is None or begun
+        else newest("distill", num_steps(distill), may_start_again=sft is not None),
         dpo=None
         if dpo is None or begun
-        else newest("dpo", dpo.steps, may_start_again=sft is not None or distill is not None),
+        else newest("dpo", num_steps(dpo), may_start_again=sft is not None or distill is not None),
         reward_model=None
         if reward_model is None or begun
-        else newest("reward_model", reward_model.steps, may_start_again=follows),
+        else newest("reward_model", num_steps(reward_model), may_start_again=follows),
         rl=at_rl,
-        policy_result=result(trained[-1][0], trained[-1][1].steps) if trained and begun else None,
-        reward_model_result=result("reward_model", reward_model.steps) if reward_model is not None and begun else None,
+        policy_result=result(trained[-1][0], num_steps(trained[-1][1])) if trained and begun else None,
+        reward_model_result=result("reward_model", num_steps(reward_model))
+        if reward_model is not None and begun
+        else None,
     )
 
 
@@ -167,67 +177,52 @@ def _newest(
     return StageCheckpoint(name=name, steps=steps, store=store, newest=newest)
 
 
-def check_same_run(folder: RunFolder, config: Config) -> None:
-    """Raise ConfigError unless the run was started with this configuration: anything else would not be a resume.
+def check_same_run(folder: RunFolder, config: Config, *, tell_moves: bool = False) -> list[ConfigChange]:
+    """Return the keys that differ from the configuration with which the run went on last, if it can go on with them.
 
-    Only [metrics], [cluster], the address of a service and the places of files and runs may differ. Files whose digests
-    the run recorded are compared by contents later; of others, the old place must be gone and the name the same.
+    Raises ConfigError that names every key that cannot change, with the reason. Places of files and runs do not count.
+    Files whose digests the run recorded are compared by contents later; of others, the old place must be gone and the
+    name the same.
     """
     before, _ = use_new_names(folder.read_config())
     if not isinstance(before.get("model"), dict):
         raise RunFolderError(f"{folder.config} is not whole: it has no table [model]; restore it")
-    before = to_mapping(load_config(tomli_w.dumps(before), file=str(folder.config)))  # keys since then: their defaults
-    before = _at_new_places(before, config, folder)
-    differences = list(_differences(_what_is_trained(before), _what_is_trained(to_mapping(config))))
-    if not differences:
-        return
-    more = f" (and {len(differences) - 1} more keys differ)" if len(differences) > 1 else ""
-    raise ConfigError(
-        f"{folder.path} was started with {differences[0]}{more}: resume with the same file and overrides, "
-        "or start a new run without --resume"
+    started = load_config(tomli_w.dumps(before), file=str(folder.config))  # keys since then: their defaults
+    places = named_paths(config)
+    moved = _moved(started, config, folder)
+    if moved and tell_moves:
+        logger.info("found at another place than when the run was started: %s", ", ".join(sorted(moved)))
+    started = map_paths(started, lambda key, path: places[key] if key in moved else path)
+    changes = find_changes(_as_toml(started), _as_toml(config))
+    steps = StageSteps(
+        done={name: done for name in STAGES if (done := newest_step(folder.checkpoints / name)) is not None}
     )
+    refused = [(change, why) for change in changes if (why := refusal(change, steps)) is not None]
+    if refused:
+        lines = "\n".join(f"{change}: {why}" for change, why in refused)
+        raise ConfigError(
+            f"{folder.path} cannot go on with these changes of its configuration:\n{lines}\n"
+            "write the old values, or start a new run without --resume (a checkpoint may be its model.path)"
+        )
+    return changes
 
 
-def _at_new_places(before: dict[str, Any], config: Config, folder: RunFolder) -> dict[str, Any]:
-    """Return the configuration that a run was started with, with the paths under which its files are found now."""
-    started = load_config(tomli_w.dumps(before), file=str(folder.config))
+def _moved(started: Config, config: Config, folder: RunFolder) -> set[str]:
+    """Return the keys of paths that seem to name the same files at another place; contents are compared later."""
     old, new = named_paths(started), named_paths(config)
     record = read_record(folder)
     recorded = set() if record is None else set(record.keys)
-    moved = {
+    return {
         key
         for key, path in old.items()
         if path != new.get(key, path)
         and (
-            key in recorded
+            (key in recorded and (is_fixed(key) or not names_other_file(path, new[key])))
             or key.startswith(PERMISSIONS)
             or (not os.path.exists(path) and Path(path).name == Path(new[key]).name)
         )
     }
-    if not moved:
-        return before
-    logger.info("found at another place than when the run was started: %s", ", ".join(sorted(moved)))
-    places = to_mapping(map_paths(started, lambda key, path: new[key] if key in moved else path))
-    return {table: places.get(table, value) for table, value in before.items()}
 
 
-def _what_is_trained(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping as TOML has it, without the places of numbers and runs and the address of a service."""
-    tables = tomllib.loads(tomli_w.dumps(mapping))
-    for table in ("metrics", "cluster"):
-        tables.pop(table, None)
-    run = {key: value for key, value in tables.get("run", {}).items() if key not in NOT_TRAINED}
-    model = {key: value for key, value in tables["model"].items() if key not in ("service", "service_key_env")}
-    service = {"service": "there is one"} if "service" in tables["model"] else {}
-    return {**tables, "run": run, "model": {**model, **service}}
-
-
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yield "'rl.steps' = 4 and it is now 5" for every key that differs."""
-    for key in (*before, *(key for key in now if key not in before)):
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            values = ["not set" if value is None else json.dumps(value, ensure_ascii=False) for value in (old, new)]
-            yield f"'{prefix}{key}' = {values[0]} and it is now {values[1]}"
+def _as_toml(config: Config) -> dict[str, Any]:
+    return tomllib.loads(tomli_w.dumps(to_mapping(config)))

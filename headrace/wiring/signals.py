@@ -17,8 +17,16 @@ logger = logging.getLogger(__name__)
 EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
 
 
+class StopRequest:
+    """A request to stop: an event, and whether a person made it at the keyboard."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.by_ctrl_c = False
+
+
 @contextlib.contextmanager
-def stop_on_signals(stop: asyncio.Event, *, deadline_s: float) -> Iterator[None]:
+def stop_on_signals(stop: StopRequest, *, deadline_s: float) -> Iterator[None]:
     """Set `stop` at the first SIGTERM or Ctrl-C, which asks for a checkpoint; end at once at the second.
 
     A run that has not ended `deadline_s` after the first is ended where it is, as by a kill: the checkpoint before
@@ -39,11 +47,12 @@ def stop_on_signals(stop: asyncio.Event, *, deadline_s: float) -> Iterator[None]
 
     def ask() -> None:
         timer.start()
-        stop.set()
+        stop.event.set()
         logger.warning("asked to stop: saving a checkpoint (ask again to end at once)")
 
     def on_signal(number: int, frame: object) -> None:  # it may have interrupted anything, so it takes no lock
         restore()
+        stop.by_ctrl_c = number == signal.SIGINT
         loop.call_soon_threadsafe(ask)
 
     for number in signals:

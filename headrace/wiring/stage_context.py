@@ -4,13 +4,14 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.cluster.runtime import Cluster, open_cluster
+from headrace.cluster.connection import Places, open_places
+from headrace.cluster.runtime import Cluster, open_workers
 from headrace.config import Config, RlConfig
 from headrace.loops.checkpointer import Checkpointer
 from headrace.loops.evaluate import EvalResult
@@ -18,24 +19,29 @@ from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.loops.update import Updater
 from headrace.metrics import metric_values
 from headrace.model.device import choose_device
+from headrace.observe.activity import ActivityRecorder, ActivitySink
 from headrace.observe.buffer.commits import CommitLog
 from headrace.observe.buffer.data_buffer import DataBuffer
+from headrace.observe.report.report_sink import ReportSink
 from headrace.observe.rollouts.files import save_trajectories
-from headrace.observe.run_folder import RunFolder
+from headrace.observe.run_folder import SERVER_LOGS, RunFolder
+from headrace.observe.run_warnings import RunWarnings
 from headrace.observe.sinks.gpu import GpuMetricsSink, gpu_values
 from headrace.observe.sinks.jsonl import JsonlSink, restore_cut
 from headrace.observe.sinks.progress import Progress
-from headrace.observe.sinks.tee import TeeSink
+from headrace.observe.sinks.tee import EverySink, TeeSink
 from headrace.observe.sinks.tensorboard import TensorBoardSink, tensorboard_installed
+from headrace.observe.sinks.training_health import TrainingHealth
 from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
+from headrace.storage.adapter_files import BESIDE
 from headrace.storage.hub import HubCommit
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.train.fsdp.ranks import Ranks
 from headrace.watchdog import watching_thread
 from headrace.wiring.build.agent_endpoint import AgentEndpoint
-from headrace.wiring.build.cluster_roles import make_roles
+from headrace.wiring.build.cluster_roles import make_roles, places_engines, role_places
 from headrace.wiring.build.episodes import eval_player
 from headrace.wiring.build.loss import make_adam
 from headrace.wiring.build.models import whole
@@ -64,8 +70,11 @@ class RunContext:
     check_owner: Callable[[], None]  # raises if another process has taken the run folder over
     stop: asyncio.Event  # set when the run is to end after a checkpoint
     threads: int | None  # of arithmetic, for the compute thread; None: as many as torch has
+    warnings: RunWarnings
+    activity: ActivityRecorder
     ranks: Ranks | None = None  # that train together, if there are several
     hub: Mapping[str, HubCommit] = field(default_factory=dict)  # commits of what was read from the hub, by key
+    is_changed: bool = False  # goes on with another configuration: steps that are played again are not the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +104,7 @@ class StageContext:
     buffer: DataBuffer
     sink: MetricSink
     figures: dict[str, Any]  # grows with every evaluation, and is saved in checkpoints
+    opened: AsyncExitStack  # closes what the stage opens
 
     @property
     def resumed(self) -> LoadedCheckpoint | None:
@@ -145,7 +155,7 @@ class StageContext:
             self.buffer.forget_cut()
 
         folder = self.run.folder.checkpoints / self.checkpoint.name
-        return Checkpointer(
+        checkpointer = Checkpointer(
             self.runtime.checkpoint_store(self.checkpoint.store, folder),
             self.backend,
             snapshot,
@@ -157,6 +167,8 @@ class StageContext:
             before_save=flush,
             after_save=settle,
         )
+        self.opened.push_async_exit(checkpointer.close)
+        return checkpointer
 
     def evaluator(self) -> Callable[[int], Awaitable[EvalResult]] | None:
         """Build what plays, logs and saves the held-out tasks; None when there are none, or nothing can judge them."""
@@ -193,21 +205,26 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
     stage = getattr(config, name)
     assert stage is not None
     async with AsyncExitStack() as opened:
-        samples = name in ("rl", "distill")
         plays = name == "rl" or (name in ("sft", "distill", "dpo") and config.eval.source is not None)
         judged = plays and has_terms(config, state.reward_model_path)
+        samples = name in ("rl", "distill") or judged
+        places = await opened.enter_async_context(_open_places(config, stage=name, samples=samples))
         with watching_thread(f"loading the models of stage {name}", has_deadline=True):  # large ones take long
-            runtime = _open_runtime(run, state, checkpoint, samples=samples or judged)
+            runtime = _open_runtime(run, state, checkpoint, samples=samples, places=places)
         opened.callback(runtime.close)
         if isinstance(runtime, LocalRuntime):
+            opened.push_async_callback(runtime.turns.finish)
             await runtime.start()
         with watching_thread(f"loading the rewards of stage {name}", has_deadline=True):
             terms = make_terms(config, state.reward_model_path) if judged else []
         opened.push_async_callback(close_terms, terms)
         programs = AgentEndpoint(runtime.renderer)
         opened.push_async_callback(programs.close)
-        roles = make_roles(config, runtime.renderer, state.reward_model_path) if name == "rl" else None
-        cluster = None if roles is None else await opened.enter_async_context(open_cluster(roles))
+        cluster = None
+        if places is not None and name == "rl":
+            vocabulary = runtime.lm.vocabulary if isinstance(runtime, LocalRuntime) else None
+            roles = make_roles(config, runtime.renderer, state.reward_model_path, vocabulary)
+            cluster = await opened.enter_async_context(open_workers(places, roles))
         reversible = isinstance(stage, RlConfig) and stage.kl_action == "scale_back"
         updater = Updater(
             backend=runtime.backend,
@@ -235,6 +252,7 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
             buffer=buffer,
             sink=sink,
             figures=dict(state.figures if resumed is None else resumed.state["figures"]),
+            opened=opened,
         )
 
 
@@ -243,7 +261,17 @@ def stage_start(state: RunState) -> str:
     return str(read_checkpoint(Path(state.model_path)).folder) if state.follows else whole(state.model_path)
 
 
-def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint, *, samples: bool) -> Runtime:
+def _open_places(config: Config, *, stage: str, samples: bool) -> AbstractAsyncContextManager[Places | None]:
+    """Reserve the places of the processes besides this one, for as long as the stage lasts."""
+    c = config.cluster
+    on_gpu = bool(c.address) and config.model.service is None and choose_device(config.model.device) == "cuda"
+    wanted = role_places(config, stage=stage, samples=samples, on_gpu=on_gpu)
+    return open_places(c.address, wanted, deadline_s=c.deadline_s)
+
+
+def _open_runtime(
+    run: RunContext, state: RunState, checkpoint: StageCheckpoint, *, samples: bool, places: Places | None
+) -> Runtime:
     config, resumed = run.config, checkpoint.newest
     folder = None if resumed is None else resumed.folder
     if config.model.service is not None:
@@ -254,6 +282,8 @@ def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint,
         base = whole(state.model_path)
     else:  # adapters need the weights that the stage started from
         base = stage_start(state)
+    if state.follows and resumed is None and config.model.lora is not None and (Path(base) / BESIDE).is_dir():
+        logger.info("stage %s trains a new adapter on the merged weights of %s", checkpoint.name, base)
     make = LocalRuntime if run.ranks is None else partial(RanksRuntime, run.ranks)
     return make(
         config,
@@ -263,7 +293,9 @@ def _open_runtime(run: RunContext, state: RunState, checkpoint: StageCheckpoint,
         state=folder,
         threads=run.threads,
         samples=samples,
-        logs=run.folder.path / "servers",
+        logs=run.folder.path / SERVER_LOGS,
+        places=places if places_engines(config) else None,
+        continues_adapter=not state.follows,
     )
 
 
@@ -274,14 +306,17 @@ def _open_buffer(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink)
         stage=checkpoint.name,
         records=lambda: jsonl.records,
         spill_to=run.folder.buffer,
-        repeatable=_is_repeatable(run.config, checkpoint.name),
+        repeatable=not run.is_changed and is_repeatable(run.config, checkpoint.name),
     )
 
 
-def _is_repeatable(config: Config, stage: str) -> bool:
+def is_repeatable(config: Config, stage: str) -> bool:
     """Tell whether a stage that is played again must give the same bits: on a CPU, and if it plays, in an order that
     does not depend on the clock."""
     if config.model.service is not None or choose_device(config.model.device) != "cpu":
+        return False
+    plays = stage in ("rl", "distill") or config.eval.source is not None
+    if plays and config.engine.is_served:  # an inference server does not promise the same bits twice
         return False
     if stage != "rl" or config.rl is None:
         return True
@@ -291,13 +326,23 @@ def _is_repeatable(config: Config, stage: str) -> bool:
 
 def _open_sink(run: RunContext, checkpoint: StageCheckpoint, jsonl: JsonlSink, buffer: DataBuffer) -> MetricSink:
     """Open what a stage logs to: metrics.jsonl and the buffer, which commits what is in it, TensorBoard, the sinks of
-    [metrics], and the line of progress."""
+    [metrics], the report, and the line of progress."""
     config, name, start = run.config, checkpoint.name, checkpoint.done
-    sinks: list[MetricSink] = [jsonl, buffer]
+    every = config.run.log_every
+
+    def thin_out(sink: MetricSink) -> MetricSink:
+        return sink if every == 1 else EverySink(sink, every=every, last=checkpoint.steps)
+
+    sinks: list[MetricSink] = [jsonl, buffer]  # every step, whatever is shown: a resume goes by them
     if config.run.tensorboard and tensorboard_installed() and "tensorboard" not in config.metrics.sinks:
-        sinks.append(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=start + 1))
-    sinks += run.metric_outputs.sinks(stage_source(config, run.folder.path, stage=name, start=start))
+        sinks.append(thin_out(TensorBoardSink(run.folder.tensorboard, stage=name, purge_step=start + 1)))
+    source = stage_source(config, run.folder.path, stage=name, start=start)
+    sinks += run.metric_outputs.sinks(replace(source, thin_out=thin_out))
     if (alarm := mismatch_alarm(config, stage=name, run=run.folder.path.name)) is not None:
         sinks.append(alarm)
-    sinks.append(Progress(name, checkpoint.steps, start=start))  # last: a failure above must not leave a bar behind
-    return GpuMetricsSink(TeeSink(*sinks), gpu_values)
+    sinks.append(TrainingHealth(name))
+    sinks.append(ReportSink(run.folder.path, check_owner=run.check_owner))
+    progress = Progress(name, checkpoint.steps, start=start, warnings=lambda: run.warnings.count, every=every)
+    sinks.append(progress)  # last: a failure above must not leave a bar behind
+    measured = GpuMetricsSink(TeeSink(*sinks), gpu_values)
+    return ActivitySink(measured, run.activity, stage=name, step=start)

@@ -22,6 +22,8 @@ def config(text: str) -> Config:
         ('service = "http://x"', "'model.service'"),
         ('device = "mps"', "mps"),
         ("compile = true", "'model.compile'"),
+        ("router_aux_loss = 0.1", "'model.router_aux_loss'"),
+        ("lora = { targets = ['q_proj', 'experts'] }", "adapters on experts"),
     ],
 )
 def test_what_does_not_go_with_several_ranks(model: str, says: str) -> None:

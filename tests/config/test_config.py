@@ -32,10 +32,12 @@ from headrace.config import (
 from headrace.config.aliases import OLD_KEYS
 from headrace.config.docs_table import field_comments, key_table
 from headrace.config.introspect import describe, field_type, keys
+from headrace.config.schema import RewardRunnerConfig
 from headrace.errors import ConfigError
 from headrace.names import SMOLLM2_INSTALL
 from support.paths import DOCS
 
+SOURCE_TYPES = 'one of "env", "jsonl", "parquet", "hub", "dataset", "reasoning_gym", "python", "task", "harbor"'
 RL = '[rl]\nsteps = 5\n[rl.tasks]\ntype = "env"\nname = "key_door"\n'
 SFT = '[sft]\nsteps = 5\n[[sft.sources]]\ntype = "env"\nname = "key_door"\n'
 TINY = "[model.tiny]\ncontext = 4096\n"
@@ -108,6 +110,15 @@ def test_lists_of_tables_become_tuples_of_sources() -> None:
             "run.toml: unknown key 'sft.optimizer.lr'; did you mean 'sft.optimizer.learning_rate'?",
         ),
         (
+            RL + "[rl.reward_runner]\ntimeout_s = 5",
+            "run.toml: unknown key 'rl.reward_runner.timeout_s'; the keys there are "
+            + ", ".join(field.name for field in dataclasses.fields(RewardRunnerConfig)),
+        ),
+        (
+            RL + '[[rl.rewards]]\nfn = "regex"\noptions = {}',
+            "run.toml: unknown key 'rl.rewards[0].options'; did you mean 'rl.rewards[0].kwargs'?",
+        ),
+        (
             "[checkpoint]\nzzz = 1",
             "run.toml: unknown key 'checkpoint.zzz'; the keys there are every, keep_last, keep_every, deadline_s",
         ),
@@ -133,8 +144,18 @@ def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -
         ),
         ("model = 'tiny'", "'model' must be a table, but it is \"tiny\""),
         ("rl = 3", "'rl' must be a table, but it is 3"),
-        ("[rl]\nsteps = 3", "'rl.tasks' is missing; write a table"),
-        ("[rl]\ntasks.type = 'env'", "'rl.steps' is missing; write a whole number above 0"),
+        ("[rl]\nsteps = 3", "'rl.tasks' is missing; write a table, or a list of tables"),
+        (
+            "[rl]\ntasks.type = 'env'",
+            "'rl.steps' is missing; write a whole number above 0, or 'rl.epochs', passes over the data",
+        ),
+        (RL + "[[rl.filters]]\nfn = 3", "'rl.filters[0].fn' must be text in quotes, but it is 3"),
+        ("[rl]\nsteps = 1\n[rl.tasks]\ntype = 'x'", "'rl.tasks.type' must be " + SOURCE_TYPES + ', but it is "x"'),
+        (
+            "[rl]\nsteps = 1\n[[rl.tasks]]\ntype = 'env'\n[[rl.tasks]]\ntype = 'x'",
+            "'rl.tasks[1].type' must be " + SOURCE_TYPES + ', but it is "x"',
+        ),
+        ("[rl]\nsteps = 1\ntasks = 3", "'rl.tasks' must be a table, or a list of tables, but it is 3"),
         ("[sft]\nsteps = 1\nsources = 3", "'sft.sources' must be a list of tables, but it is 3"),
         ("[sft]\nsteps = 1\nsources = [3]", "'sft.sources[0]' must be a table, but it is 3"),
         (
@@ -143,7 +164,7 @@ def test_an_unknown_key_is_answered_with_the_nearest(text: str, sentence: str) -
         ),
         (
             "[rl.loss_params]\nclip = 'x'\n[rl.tasks]\ntype = 'env'",
-            "'rl.steps' is missing; write a whole number above 0",
+            "'rl.loss_params.clip' must be a number, but it is \"x\"",
         ),
         (RL + "[rl.loss_params]\nclip = 'x'", "'rl.loss_params.clip' must be a number, but it is \"x\""),
         (
@@ -186,7 +207,7 @@ def test_overrides_come_last_and_are_toml_or_bare_words() -> None:
     assert loaded.model.lora is not None
     assert (loaded.rl.steps, loaded.rl.credit, loaded.model.lora.rank) == (7, "rloo", 4)
     assert loaded.rl.sampling.stop_strings == ("a", "b")
-    assert loaded.rl.tasks.name == "key_door"  # what is not overridden stays
+    assert loaded.rl.tasks[0].name == "key_door"  # what is not overridden stays
 
 
 def test_an_override_reaches_into_a_list_by_position() -> None:
@@ -374,7 +395,7 @@ def test_the_tiny_model_speaks_only_the_words_of_an_environment(tmp_path: Path) 
     jsonl = SFT.replace('"env"\nname = "key_door"', '"jsonl"\npath = "rows.jsonl"')
     sentence = (
         "'model.path' is \"tiny\", which knows only the words of built-in environments: give a model folder for "
-        "other data"
+        "other data, or list their words in 'model.tiny.words'"
     )
     assert problem(jsonl, tmp_path) == sentence
     run_check(jsonl + RL, tmp_path)
@@ -531,6 +552,11 @@ def test_the_tiny_model_speaks_only_the_words_of_an_environment(tmp_path: Path) 
             "'engine.kv_tokens' is 1000, too small for an episode of 'rl.max_episode_tokens' in each of 8 slots: "
             "write at least 8704, or leave it out",
         ),
+        (
+            RL,
+            ['rl.rewards=[{fn="gsm8k"}]'],
+            '\'rl.rewards[0].fn\' is "gsm8k", which is not known; did you mean "math" or "final_number"?',
+        ),
         (RL, ["rl.credit=grop"], '\'rl.credit\' is "grop", which is not known; did you mean "grpo"?'),
         (
             RL,
@@ -686,7 +712,7 @@ def test_a_dataset_of_the_hub_is_named_by_owner_and_name(tmp_path: Path) -> None
 
 def test_a_quantised_base_model_is_refused_by_name() -> None:
     sentence = loading_error("[model]\nload_in_4bit = true\n")
-    assert "unknown key 'model.load_in_4bit'; a base model in 4 or 8 bits (QLoRA) cannot be trained here" in sentence
+    assert "'model.load_in_4bit' asks for QLoRA: a base model in 4 or 8 bits cannot be trained here" in sentence
 
 
 def test_a_chat_template_is_a_file_that_is_there_or_jinja(tmp_path: Path) -> None:
@@ -798,6 +824,7 @@ def test_paths_are_made_absolute_so_that_a_resumed_run_finds_them(tmp_path: Path
             'sft={steps=1, sources=[{type="jsonl", path="rows.jsonl"}]}',
             "rl.loss=pkg.mod:fn",
             "rl.async.select_score=mine.py:f",
+            'rl.async.limits=["mine.py:g"]',
         ),
         base=tmp_path,
     )
@@ -807,7 +834,8 @@ def test_paths_are_made_absolute_so_that_a_resumed_run_finds_them(tmp_path: Path
     assert resolved.sft.sources[0].path == str(tmp_path / "rows.jsonl")
     assert [term.fn for term in resolved.rl.rewards] == [f"{tmp_path / 'mine.py'}:score", "env"]
     assert resolved.rl.asynchronous.select_score == f"{tmp_path / 'mine.py'}:f"
-    assert (resolved.rl.loss, resolved.rl.tasks) == ("pkg.mod:fn", SourceConfig(type="env", name="key_door"))
+    assert resolved.rl.asynchronous.limits == (f"{tmp_path / 'mine.py'}:g",)
+    assert (resolved.rl.loss, resolved.rl.tasks) == ("pkg.mod:fn", (SourceConfig(type="env", name="key_door"),))
     assert absolute_paths(load(RL), base=tmp_path) == load(RL)
 
 
@@ -884,3 +912,77 @@ def test_the_tree_is_frozen_to_its_leaves() -> None:
 def test_configuration_needs_neither_torch_nor_transformers() -> None:
     code = "import sys, headrace.config; print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+
+
+@pytest.mark.parametrize("wrong", ["rl.stepz=3", "rl.tasks.name=key_dor", "model.path=nowhere", "rl.credit=grp"])
+def test_a_wrong_file_is_answered_without_slow_imports(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "run.toml").write_text(RL)
+    code = f"""
+import sys, pathlib
+from headrace.errors import ConfigError
+from headrace.wiring.checked_config import load_checked
+try:
+    load_checked(pathlib.Path("run.toml"), ["{wrong}"], command="train")
+except ConfigError:
+    print(*({{"torch", "transformers", "numpy", "httpx", "headrace.envs"}} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout == "\n"
+
+
+MIXTURE = """
+[rl]
+steps = 5
+[[rl.tasks]]
+type = "env"
+name = "key_door"
+weight = 3.0
+[[rl.tasks]]
+type = "env"
+name = "add"
+curriculum = "success_rate"
+"""
+
+
+def test_tasks_may_be_a_list_of_sources() -> None:
+    loaded = load(MIXTURE)
+    assert loaded.rl is not None
+    assert [(source.name, source.weight, source.curriculum) for source in loaded.rl.tasks] == [
+        ("key_door", 3.0, None),
+        ("add", 1.0, "success_rate"),
+    ]
+    assert load_config(tomli_w.dumps(to_mapping(loaded)), file="run.toml") == loaded
+    one = to_mapping(load(RL))["rl"]["tasks"]
+    assert one["name"] == "key_door", "one source is written as the table that files have"
+    assert load(MIXTURE, "rl.tasks.1.size=7").rl.tasks[1].size == 7  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "sentence"),
+    [
+        (MIXTURE, ["rl.tasks.1.name=ad"], "'rl.tasks[1].name' is \"ad\", which is not known"),
+        (MIXTURE, ["rl.tasks=[]"], "'rl.tasks' is empty"),
+        (RL, ["rl.tasks.weight=2.0"], "'rl.tasks.weight' is a share in a mixture, and there is one source"),
+        (
+            MIXTURE,
+            ['rl.tasks.1={type="jsonl", path="rows.jsonl"}'],
+            'the reward "env" is what an environment gives, but \'rl.tasks[1].type\' is "jsonl"',
+        ),
+        (
+            RL,
+            ['eval.source={type="env", name="add", curriculum="success_rate"}'],
+            "'eval.source.curriculum' is for the tasks of [rl]",
+        ),
+        (RL, ["rl.epochs=2"], "'rl.steps' and 'rl.epochs' both say how long the stage lasts: leave one of them out"),
+    ],
+)
+def test_what_cannot_work_in_a_mixture_is_told(tmp_path: Path, text: str, overrides: list[str], sentence: str) -> None:
+    (tmp_path / "rows.jsonl").write_text("")
+    assert sentence in problem(text, tmp_path, *overrides)
+
+
+def test_epochs_stand_in_place_of_steps(tmp_path: Path) -> None:
+    loaded = load(RL.replace("steps = 5", "epochs = 1.5"))
+    assert loaded.rl is not None
+    assert (loaded.rl.steps, loaded.rl.epochs) == (None, 1.5)
+    run_check(RL.replace("steps = 5", "epochs = 1.5"), tmp_path)

@@ -34,6 +34,14 @@ def run_check(folder: Path, *overrides: str) -> None:
         ([URLS, "rl.sampling.top_p=0.9", "rl.allow_truncated_sampling=true"], "leave top_p, top_k and min_p out"),
         ([URLS, "rl.async.lockstep_tokens=4"], "draws other tokens after an interruption"),
         ([URLS, ADAPTERS, "model.lora.targets=['q_proj', 'lm_head']"], "has lm_head"),
+        ([URLS, ADAPTERS, "model.lora.targets=['q_proj', 'router']"], "has router"),
+        (["engine.type=embedded", "engine.sync=broadcast"], "'engine.sync' is for inference servers"),
+        (
+            [URLS, ADAPTERS, "engine.sync=broadcast"],
+            "adapters of [model.lora], which are small, are loaded from folders",
+        ),
+        ([URLS, "engine.sync=ipc"], "works on one machine, and http://a:1 may be another"),
+        (["engine.urls=['http://127.0.0.1:1']", "engine.sync=ipc", "model.device=cpu"], "shares the memory of a GPU"),
         ([URLS, ADAPTERS, "rl.async.interrupt=inflight"], "keep the adapter they began with"),
         ([URLS, "engine.type=sglang", "rl.async.interrupt=inflight"], "not supported with SGLang"),
         (
@@ -72,6 +80,9 @@ def test_contradictions_are_told(tmp_path: Path, overrides: Sequence[str], words
         [f"engine.launch.python={sys.executable}", "engine.launch.replicas=2"],
         [URLS, "rl.async.interrupt=inflight", "rl.async.max_staleness=1"],
         [URLS, ADAPTERS],
+        [URLS, "engine.sync=broadcast"],
+        [URLS, "cluster.ranks=2"],
+        ["engine.urls=['http://127.0.0.1:1']", "engine.sync=ipc"],
     ],
 )
 def test_what_can_work_passes(tmp_path: Path, overrides: Sequence[str]) -> None:

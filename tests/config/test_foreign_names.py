@@ -1,4 +1,4 @@
-"""Names of TRL and verl: the answers to unknown keys, and the page that lists them."""
+"""Names of other libraries: the answers to unknown keys, and the page that lists them."""
 
 import pytest
 
@@ -42,10 +42,37 @@ def test_every_answer_is_a_key_that_exists(entry: ForeignName) -> None:
             "unknown key 'actor_rollout_ref'; 'actor_rollout_ref.rollout.n' is verl's name; write 'rl.group_size'",
         ),
         ("[algorithm]\nadv_estimator = 'grpo'", "'algorithm.adv_estimator' is verl's name; write 'rl.credit'"),
+        ("[rl]\nomega = 0.5", "this is reward-kit's name; write 'rl.credit_params' (omega is its number"),
+        ("[rl]\nn_samples_per_prompt = 4", "this is rollouts's name; write 'rl.group_size'"),
+        ("[rl]\ndatabuffer = 4", "this is retrain's name; there is no such key here: every step is one transaction"),
+        ("[rl]\nstore_rollout_data = true", "there is no such key here: every step is one transaction of the run's"),
+        ("[run]\nlogging_steps = 5", "this is TRL's name; write 'run.log_every'"),
+        ("[rl]\nFutureGroup = 4", "this is Signal's name; there is no such key here: the client is the public tinker"),
+        ("[rl]\nenable_futures = true", "this is Signal's name; there is no such key here: every request is a future"),
+        ("[rl]\nmodal_runtime = true", "there is no such key here: it runs on your own hardware"),
         ("[rl.optimizer]\nwarmup_steps = 4", "write 'rl.optimizer.schedule.warmup_steps'"),
+        (
+            "[rl]\nenable_segment_wise_ppo = true",
+            "unknown key 'rl.enable_segment_wise_ppo'; this is AReaL's name; write "
+            "'rl.algorithm = \"segment_wise_ppo\"' (one switch for loss, lag and weights)",
+        ),
+        ("[rl]\nregister_capacity_modifier = 'a.py:f'", "write 'rl.async.limits' (in code: `RolloutExecutor.register"),
+        ("[rl]\noutput_queue = 'a'", "this is AReaL's name; here it is `ready`, a part of `ExecutorParts`"),
+        ("[rl]\ngroups_per_batch = 64", "this is Tinker's name; write 'rl.groups'"),
+        ("[sft]\nlr_schedule = 'cosine'", "this is Tinker's name; write 'sft.optimizer.schedule.type'"),
+        ("adapter = 'lora'", "this is Axolotl's name; write 'model.lora'"),
+        ("[rl]\nbaseline = 0.5", "write 'rl.credit = \"reinforce\"' or 'rl.credit_params' ({ baseline = 0.5 })"),
     ],
 )
 def test_a_foreign_name_is_answered_with_ours(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(text, file="run.toml")
     assert sentence in str(caught.value)
+
+
+def test_the_founding_documents_have_a_section_each() -> None:
+    libraries = {entry.library for entry in FOREIGN_NAMES}
+    assert libraries == {"TRL", "verl", "Axolotl", "Tinker", "AReaL", "reward-kit", "rollouts", "retrain", "Signal"}
+    page = names_page()
+    for library in libraries:
+        assert f"\n## {library}\n" in page

@@ -13,7 +13,7 @@ from headrace.protocols import Sampler, sampler_flags
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, float_array, int_array
 from support.implementations import SAMPLERS, SamplerCase
 
-LONG = 200
+LONG, REST = 200, 40
 
 
 @pytest.fixture(params=SAMPLERS, ids=lambda case: case.name)
@@ -33,11 +33,15 @@ def request_of(max_tokens: int, *, seed: int = 0, after: Completion | None = Non
     return SampleRequest(prompt=int_array([3, 7, 4]), params=params, continue_from=after)
 
 
-async def begin(case: SamplerCase, sampler: Sampler, request: SampleRequest) -> "asyncio.Task[Completion]":
-    """Start a call and return when it is open, with a few tokens done where calls advance together."""
+async def begin(
+    case: SamplerCase, sampler: Sampler, request: SampleRequest, *, beside: int = 0
+) -> "asyncio.Task[Completion]":
+    """Start a call and return when it and those `beside` it are open, with a few tokens done where a case can tell."""
     task = asyncio.create_task(sampler.sample(request))
     await turns()
-    if case.batched:
+    if case.begun is not None:
+        await case.begun(sampler, beside + 1)
+    elif case.batched:
         await sampler.sample(request_of(4, seed=99))
     return task
 
@@ -154,12 +158,14 @@ async def test_versions_only_grow(case: SamplerCase, sampler: Sampler, version: 
 
 
 async def test_weights_are_not_loaded_under_an_open_call(case: SamplerCase, sampler: Sampler) -> None:
-    task = await begin(case, sampler, request_of(LONG))
+    task = await begin(case, sampler, request_of(case.long))
     with pytest.raises(SamplerError, match="pause"):
         await sampler.load(case.handle(sampler), 1)
     assert sampler.version == 0
+    await sampler.pause(interrupt=case.long > LONG)
     completion = await task
-    assert completion.versions.tolist() == [0] * LONG
+    assert len(completion.tokens) == LONG or completion.stop is StopReason.INTERRUPTED
+    assert completion.versions.tolist() == [0] * len(completion.tokens)
     await sampler.load(case.handle(sampler), 1)
 
 
@@ -167,32 +173,32 @@ async def test_weights_are_not_loaded_under_an_open_call(case: SamplerCase, samp
 
 
 async def test_an_interrupted_call_goes_on_under_new_weights(case: SamplerCase, sampler: Sampler) -> None:
-    task = await begin(case, sampler, request_of(LONG))
+    task = await begin(case, sampler, request_of(case.long))
     await sampler.pause(interrupt=True)
     partial = await task
+    done = len(partial.tokens)
     assert partial.stop is StopReason.INTERRUPTED
-    assert len(partial.tokens) < LONG
-    assert len(partial.tokens) > 0 or not case.batched
+    assert done < case.long
+    assert done > 0 or not (case.batched or case.begun)
     await sampler.load(case.handle(sampler), 1)
     await sampler.resume()
-    whole = await sampler.sample(request_of(LONG, after=partial))
-    done = len(partial.tokens)
-    assert len(whole.tokens) == LONG  # the partial's tokens count against max_tokens
+    whole = await sampler.sample(request_of(done + REST, after=partial))
+    assert len(whole.tokens) == done + REST  # the partial's tokens count against max_tokens
     assert whole.stop is StopReason.LENGTH
     assert whole.tokens[:done].tolist() == partial.tokens.tolist()
     assert np.array_equal(whole.sampler_logprobs[:done], partial.sampler_logprobs)
-    assert whole.versions.tolist() == [0] * done + [1] * (LONG - done)
+    assert whole.versions.tolist() == [0] * done + [1] * REST
     assert whole.next_logprobs is None
 
 
 async def test_known_next_version_logprobs_stay_and_new_tokens_have_none(case: SamplerCase, sampler: Sampler) -> None:
-    task = await begin(case, sampler, request_of(LONG))
+    task = await begin(case, sampler, request_of(case.long))
     await sampler.pause(interrupt=True)
     partial = await task
     await sampler.resume()
     known = float_array(np.arange(len(partial.tokens)))
-    whole = await sampler.sample(request_of(LONG, after=replace(partial, next_logprobs=known)))
-    expected = np.concatenate([known, np.full(LONG - len(known), np.nan)])
+    whole = await sampler.sample(request_of(len(known) + REST, after=replace(partial, next_logprobs=known)))
+    expected = np.concatenate([known, np.full(REST, np.nan)])
     assert whole.next_logprobs is not None
     np.testing.assert_array_equal(whole.next_logprobs, expected)
 
@@ -212,10 +218,10 @@ async def test_a_call_interrupted_without_new_weights_ends_as_if_it_had_not_been
 
 
 async def test_every_open_call_is_interrupted(case: SamplerCase, sampler: Sampler) -> None:
-    tasks = [asyncio.create_task(sampler.sample(request_of(LONG, seed=seed))) for seed in range(5)]
-    await begin(case, sampler, request_of(LONG, seed=6))
+    tasks = [asyncio.create_task(sampler.sample(request_of(case.long, seed=seed))) for seed in range(5)]
+    tasks.append(await begin(case, sampler, request_of(case.long, seed=6), beside=5))
     await sampler.pause(interrupt=True)
-    assert [(await task).stop for task in tasks] == [StopReason.INTERRUPTED] * 5
+    assert [(await task).stop for task in tasks] == [StopReason.INTERRUPTED] * 6
 
 
 async def test_pausing_without_interrupting_waits_for_open_calls(case: SamplerCase, sampler: Sampler) -> None:
@@ -249,7 +255,7 @@ async def test_pausing_and_resuming_twice_is_once(sampler: Sampler) -> None:
 
 
 async def test_a_cancelled_call_is_no_longer_open(case: SamplerCase, sampler: Sampler) -> None:
-    task = await begin(case, sampler, request_of(LONG))
+    task = await begin(case, sampler, request_of(case.long))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task

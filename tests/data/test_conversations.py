@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from headrace.data.conversations import (
     prompt_of,
 )
 from headrace.data.rows import DataSource
+from headrace.data.shuffle import fingerprint
 from headrace.errors import CheckpointError, DataError
 from headrace.types import Message
 
@@ -132,3 +134,52 @@ def test_tools_of_a_row_come_with_its_conversation_and_malformed_ones_are_refuse
     for wrong in ("add", [{"name": "add"}], [3]):
         with pytest.raises(DataError, match="row 0: tools must be a list of"):
             conversations_from_rows([{**row, "tools": wrong}])
+
+
+def test_a_message_may_have_a_weight() -> None:
+    turns = [
+        {"role": "user", "content": "hi", "weight": 0},
+        {"role": "assistant", "content": "no", "weight": 0},
+        {"role": "user", "content": "again"},
+        {"role": "assistant", "content": "yes", "weight": 0.5},
+    ]
+    [talk] = conversations_from_rows([{"messages": turns}], system="be kind")
+    assert isinstance(talk, ToolConversation)
+    assert [message.role for message in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert talk.weights == (1.0, 0.0, 0.0, 1.0, 0.5)
+    split = {"prompt": turns[:1], "completion": [{**turns[1], "weight": 1}, *turns[2:]]}
+    [talk] = conversations_from_rows([split])
+    assert isinstance(talk, ToolConversation)
+    assert talk.weights == (0.0, 1.0, 1.0, 0.5)
+    [plain] = conversations_from_rows([{"messages": [{"role": "user", "content": "a"}, turns[1] | {"weight": None}]}])
+    assert isinstance(plain, tuple)
+
+
+@pytest.mark.parametrize(
+    ("role", "weight", "sentence"),
+    [
+        ("assistant", -1, r"row 0: the weight of message 1 \(assistant\) must be a number of 0 or more, this is -1"),
+        ("assistant", "1", "must be a number of 0 or more, this is '1'"),
+        ("assistant", True, "must be a number of 0 or more, this is True"),
+        ("assistant", float("nan"), "must be a number of 0 or more, this is nan"),
+        ("assistant", 0, "every assistant message has weight 0: nothing to learn from"),
+        ("user", 1, r"the weight of message 0 \(user\) is 1, but only the assistant's are trained: write 0"),
+    ],
+)
+def test_a_wrong_weight_is_told_with_its_row(role: str, weight: object, sentence: str) -> None:
+    turns: list[dict[str, object]] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    turns[role == "assistant"]["weight"] = weight
+    with pytest.raises(DataError, match=sentence):
+        conversations_from_rows([{"messages": turns}])
+
+
+def test_fingerprints_of_conversations_without_weights_are_those_of_earlier_checkpoints() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class ToolTalk:  # as it was
+        messages: tuple[Message, ...]
+        tools: tuple[dict[str, object], ...]
+
+    messages, tools = (Message(role="user", content="a"), Message(role="assistant", content="b")), ({"type": "x"},)
+    before = fingerprint([ToolTalk(messages=messages, tools=tools)])
+    assert fingerprint([ToolConversation(messages=messages, tools=tools)]) == before
+    assert fingerprint([ToolConversation(messages=messages, tools=tools, weights=(0.0, 1.0))]) != before

@@ -52,6 +52,7 @@ def test_a_file_with_other_column_names(tmp_path: Path) -> None:
     ("row", "sentence"),
     [
         ({"prompt": "a", "chosen": "b"}, "row 0: there is no column rejected; the columns are prompt, chosen"),
+        ({"prompt": "a", "completion": "b", "label": True}, r'rows with a label are for \[dpo\] with loss = "kto"'),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
         ({"chosen": "b", "rejected": "c"}, "there is no prompt"),
         ({"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}, "must end with the assistant"),

@@ -10,7 +10,7 @@ import pytest
 from headrace.data.conversations import ToolConversation, conversations_from_rows, load_conversations, messages_of
 from headrace.data.preferences import pairs_from_rows
 from headrace.data.rows import DataSource
-from headrace.data.task_rows import tasks_from_rows
+from headrace.data.task_rows import load_tasks, tasks_from_rows
 from headrace.errors import DataError
 
 ASK, REPLY = "What is 2 + 2?", "4"
@@ -90,7 +90,33 @@ def test_the_log_says_once_what_was_read_and_what_was_not(tmp_path: Path, caplog
     assert [record.getMessage() for record in caplog.records] == [
         f"2 rows of {file} read as ShareGPT conversations: columns conversations; not used: source",
         f"1 row of {file} read as Alpaca instructions: columns instruction, input, output; not used: text",
+        f"{file}: nothing is learned from what is in text, which is not used; `columns` of the source says which "
+        "columns are (docs/data.md)",
     ]
+
+
+def test_a_column_that_holds_something_and_is_dropped_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Alpaca's `input` under another name; empty columns and labels of rows are not worth one."""
+    file = tmp_path / "rows.jsonl"
+    mapped = DataSource(type="jsonl", path=str(file), columns={"prompt": "order", "answer": "output"})
+    row = {"order": ASK, "output": REPLY, "input": "", "id": 7, "prompt_id": "a", "note": None}
+    file.write_text(json.dumps(row) + "\n")
+
+    def warned() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+    load_conversations(mapped)
+    assert warned() == []
+    file.write_text(json.dumps(row) + "\n" + json.dumps({**row, "input": "1 2"}) + "\n")
+    load_conversations(mapped)
+    [told] = warned()
+    assert f"{file}: nothing is learned from what is in input" in told
+    caplog.clear()
+    file.write_text(json.dumps({**row, "input": "1 2"}) + "\n")
+    load_tasks(mapped)
+    assert warned() == [], "rewards get the columns of tasks"
 
 
 def test_verl_rows_are_tasks_with_their_ground_truth() -> None:

@@ -403,8 +403,8 @@ def test_a_run_takes_from_the_definition_what_it_does_not_say_itself(folder: Pat
     assert config.rl is not None
     assert (config.rl.group_size, config.rl.max_turns) == (3, 4)
     assert [term.fn for term in config.rl.rewards] == [f"{folder / 'reward.py'}:evaluate"]
-    assert [task.id for task in tasks_of(config.rl.tasks)] == ["two_items"]
-    assert tool_names(make_env_of(config.rl.tasks)().reset(tasks_of(config.rl.tasks)[0], 0).tools)
+    assert [task.id for task in tasks_of(config.rl.tasks[0])] == ["two_items"]
+    assert tool_names(make_env_of(config.rl.tasks[0])().reset(tasks_of(config.rl.tasks[0])[0], 0).tools)
     own = load_checked(folder / "run.toml", ["rl.group_size=5", "rl.max_turns=2"], command="train")
     assert own.rl is not None
     assert (own.rl.group_size, own.rl.max_turns) == (5, 2)

@@ -202,7 +202,7 @@ def test_sampled_positions_stay_with_who_sampled_them_if_asked_for() -> None:
         first.tokens += range(20, 31)
         slots.fill(0, list(range(19, 30)), sampled=True)
         moved = slots.move(0, 2)
-        assert moved == SlotAssignment(2, 0, 30)
+        assert moved == SlotAssignment(2, 0, 30, moved=True)
         slots.leave(first)
         slots.filled[0] = 0
         slots.enqueue(sequence_of(list(range(30))))

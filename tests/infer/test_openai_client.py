@@ -429,9 +429,9 @@ def test_the_commands_play_with_a_model_elsewhere(tmp_path: Path, monkeypatch: p
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
         assert "2 of 3 episodes are in demos.jsonl" in result.stdout
-        evaluated = CliRunner().invoke(app, ["eval", "openai:m", "run.toml"])
+        evaluated = CliRunner().invoke(app, ["eval", "openai:m", "run.toml", "--json"])
     assert evaluated.exit_code == 0, evaluated.output
-    metrics = json.loads(evaluated.stdout.splitlines()[-1])
+    metrics = json.loads(evaluated.stdout.splitlines()[-1])["arms"][0]["metrics"]
     assert metrics["eval/reward"] == 0.0
     assert "eval/length" not in metrics
     talks = load_conversations(DataSource(type="jsonl", path="demos.jsonl"))

@@ -1,12 +1,17 @@
 """What is saved when: every n steps, at the end, and the last barrier's state when a stop comes later."""
 
 import asyncio
+import gc
+import threading
+import weakref
+from concurrent.futures import Future
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.errors import Interrupted, RolloutError, RunFolderError
+from headrace.errors import BackendError, Interrupted, RolloutError, RunFolderError
 from headrace.loops.checkpointer import Checkpointer
 from headrace.loops.episode_metrics import eval_metrics
 from headrace.loops.evaluate import EvalResult
@@ -39,6 +44,28 @@ async def test_checkpoints_come_every_n_steps_and_at_the_end(tmp_path: Path) -> 
         await bench.step(done, score=done / 10)
     assert bench.store.saved == [(2, {"cursor": 20}, 0.2), (4, {"cursor": 40}, 0.4), (5, {"cursor": 50}, 0.5)]
     assert ['"logprob": -2.0' in text for text in bench.store.written] == [True, False, False]
+
+
+async def test_garbage_is_collected_now_and_then_also_where_collections_are_rare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Node:
+        itself: "Node"
+
+    gc.disable()
+    try:
+        node = Node()
+        node.itself = node
+        alive = weakref.ref(node)
+        del node
+        bench = Bench(tmp_path, every=9)
+        await bench.step(1)
+        assert alive() is not None  # not at every step
+        monkeypatch.setattr("headrace.loops.checkpointer.TRIM_EVERY_S", 0.0)
+        await bench.step(2)
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 async def test_what_takes_long_is_made_only_of_states_that_are_written_and_tells_the_snapshots_moment(
@@ -86,7 +113,91 @@ async def test_files_that_the_state_counts_on_are_flushed_before_each_save_and_o
     )
     for done in (1, 2, 3, 4):
         await bench.step(done)
+    await bench.checkpointer.finish()
     assert events == ["flush, 0 saved", "settle, 1 saved", "flush, 1 saved", "settle, 2 saved"]
+
+
+class SlowBackend(FakeBackend):
+    """Copies its state at once, and has it written when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing: list[Future[None]] = []
+        self.asked = threading.Event()
+
+    def save_state(self, folder: Path) -> "Future[None]":
+        super().save_state(folder).result()
+        self.writing.append(Future())
+        self.asked.set()
+        return self.writing[-1]
+
+
+def slow_bench(folder: Path, **settings: Any) -> tuple[Bench, SlowBackend]:
+    bench, backend = Bench(folder, **settings), SlowBackend()
+    bench.backend = backend
+    bench.checkpointer = Checkpointer(
+        bench.store, backend, bench.snapshot, every=settings["every"], total=6, done=0, stop=bench.stop
+    )
+    return bench, backend
+
+
+async def test_the_next_step_ends_while_a_checkpoint_is_written_and_the_one_after_it_waits(tmp_path: Path) -> None:
+    bench, backend = slow_bench(tmp_path, every=2)
+    for done in (1, 2, 3):
+        await bench.step(done)
+    assert len(backend.writing) == 1  # its state was asked for before step 3
+    assert bench.store.saved == []
+    fourth = asyncio.create_task(bench.step(4))
+    await asyncio.sleep(0)
+    assert not fourth.done()  # one at a time
+    backend.writing[0].set_result(None)
+    await fourth
+    assert [step for step, _, _ in bench.store.saved] == [2]
+    backend.writing[1].set_result(None)
+    await bench.checkpointer.finish()
+    assert [state for _, state, _ in bench.store.saved] == [{"cursor": 20}, {"cursor": 40}]
+
+
+async def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_the_next_step(tmp_path: Path) -> None:
+    bench, backend = slow_bench(tmp_path, every=2)
+    await bench.step(2)
+    backend.writing[0].set_exception(BackendError("the disk is full"))
+    with pytest.raises(BackendError, match="the disk is full"):  # noqa: PT012
+        for done in range(3, 6):  # its thread may take a moment to end
+            await bench.step(done)
+            await asyncio.sleep(0.1)
+
+
+async def test_the_last_checkpoint_and_that_of_a_stop_are_awaited(tmp_path: Path) -> None:
+    for done, error in ((6, None), (4, Interrupted)):
+        bench, backend = slow_bench(tmp_path, every=2)
+        if error is not None:
+            bench.stop.set()
+        ending = asyncio.create_task(bench.step(done))
+        await asyncio.to_thread(backend.asked.wait, 60)
+        assert not ending.done()
+        backend.writing[0].set_result(None)
+        await asyncio.wait({ending})
+        assert [step for step, _, _ in bench.store.saved] == [done]
+        assert error is None or isinstance(ending.exception(), error)
+
+
+async def test_a_run_that_fails_waits_for_its_checkpoint_and_fails_with_its_own_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench, backend = slow_bench(tmp_path, every=2)
+
+    async def run() -> None:
+        async with AsyncExitStack() as opened:
+            opened.push_async_exit(bench.checkpointer.close)
+            await bench.step(2)
+            backend.writing[0].set_exception(BackendError("the disk is full"))
+            raise RolloutError("no episode")
+
+    with pytest.raises(RolloutError, match="no episode"):
+        await run()
+    assert "the disk is full" in caplog.text
+    assert bench.store.saved == []
 
 
 async def test_every_0_saves_only_the_end(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from headrace.loops.kl_limit import KlLimit, mean_kl
+from headrace.algo.kl_control import mean_kl
+from headrace.loops.kl_limit import KlLimit
 from headrace.loops.step_batch import backend_scorer
 from headrace.metrics import metric_values
 from headrace.testing import FakeBackend

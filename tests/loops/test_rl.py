@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -13,14 +14,16 @@ from headrace.algo.advantages.anchor_keys import keys_by, state_keys
 from headrace.algo.advantages.credit import credit
 from headrace.algo.datum import to_data
 from headrace.algo.loss_weights import reweight
+from headrace.algo.losses import find_loss
 from headrace.data.task_source import TaskSource
 from headrace.envs import ENVIRONMENTS, environment_tasks
-from headrace.errors import Interrupted, NonFiniteError, RolloutError
+from headrace.errors import Interrupted, NonFiniteError, NoSignalError, RolloutError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.loops.checkpointer import Checkpointer
+from headrace.loops.credit_health import SignalWatch
 from headrace.loops.episode_metrics import eval_metrics
 from headrace.loops.evaluate import EvalResult
-from headrace.loops.rl import RlSettings, train_rl
+from headrace.loops.rl import RlSettings, learns_from_credit, train_rl
 from headrace.loops.update import Updater
 from headrace.model.load import LanguageModel, load_model
 from headrace.model.tiny import save_tiny
@@ -164,6 +167,7 @@ class Rig:
     async def train(self, *, steps: int, groups: int = 2, every: int = 0, **settings: Any) -> dict[str, float]:
         evaluate = settings.pop("evaluate", None)
         rollouts = settings.pop("rollouts", AsyncSettings())
+        signal = settings.pop("signal", None)
         numbers = count()
         utilization = SamplerUtilization()
         executor = RolloutExecutor(
@@ -174,25 +178,30 @@ class Rig:
             settings=rollouts,
             publisher=Publisher([self.sampler]),
         )
-        return await train_rl(
-            RlSettings(steps=steps, **{"minibatches": 1, "loss": PPO, **settings}),
-            executor=executor,
-            backend=self.backend,
-            updater=self.updater,
-            utilization=utilization,
-            sink=self.sink,
-            checkpointer=Checkpointer(
-                self.store,
-                self.backend,
-                lambda: {"version": executor.version},
-                every=every,
-                total=steps,
-                done=0,
-                stop=self.stop,
-            ),
-            record=self.record,
-            evaluate=evaluate,
+        checkpointer = Checkpointer(
+            self.store,
+            self.backend,
+            lambda: {"version": executor.version},
+            every=every,
+            total=steps,
+            done=0,
+            stop=self.stop,
         )
+        async with AsyncExitStack() as opened:
+            opened.push_async_exit(checkpointer.close)  # waits for what is being written
+            return await train_rl(
+                RlSettings(steps=steps, **{"minibatches": 1, "loss": PPO, **settings}),
+                executor=executor,
+                backend=self.backend,
+                updater=self.updater,
+                utilization=utilization,
+                sink=self.sink,
+                checkpointer=checkpointer,
+                record=self.record,
+                evaluate=evaluate,
+                signal=signal,
+            )
+        raise AssertionError("the stack swallows nothing")
 
     def series(self, name: str) -> list[float | None]:
         return [values.get(name) for _, values in self.sink.records]
@@ -212,6 +221,41 @@ class Walking(Rig):
             steps = [replace(step([-0.5], version=made_by), state=state) for state in self.states]
             made.append(scored(reward, *steps))
         return group(id, *made)
+
+
+class Even(Rig):
+    """Groups whose episodes all have the same reward."""
+
+    async def play(self, task: Task, id: int) -> Group:
+        version = self.sampler.version
+        return group(id, *(scored(0.5, step([-0.5, -0.5], version=version)) for _ in range(2)))
+
+
+async def test_steps_without_signal_end_the_run_after_a_checkpoint_of_the_last(tmp_path: Path) -> None:
+    rig = Even(tmp_path)
+    with pytest.raises(NoSignalError, match=r"in 4 training steps in a row.*all 16 episodes had the same reward, 0.5"):
+        await rig.train(steps=10, signal=SignalWatch(limit=4))
+    assert [done for done, _, _ in rig.store.saved] == [4]
+    assert rig.series("credit/dead_groups") == [1.0] * 4
+    assert rig.series("credit/steps_without_signal") == [1.0, 2.0, 3.0, 4.0]
+    await Even(tmp_path).train(steps=10, signal=SignalWatch(limit=0))
+    await Rig(tmp_path).train(steps=10, signal=SignalWatch(limit=1))  # which has contrast
+
+
+async def test_a_run_that_is_not_published_ends_when_it_can_be_saved(tmp_path: Path) -> None:
+    rig = Even(tmp_path)
+    with pytest.raises(NoSignalError, match="in 6 training steps in a row"):
+        await rig.train(steps=12, sync_every=3, signal=SignalWatch(limit=4), mixed_versions=True)
+    assert [done for done, _, _ in rig.store.saved] == [6]
+
+
+def test_only_losses_that_learn_from_advantages_alone_end_a_run_without_them() -> None:
+    assert [name for name in ("ppo", "gspo", "dro", "ppo + reference_kl_k3") if not learns(name)] == []
+    assert [name for name in ("distillation", "cross_entropy", "ppo + teacher_kl_reverse") if learns(name)] == []
+
+
+def learns(name: str) -> bool:
+    return learns_from_credit(find_loss(name))
 
 
 async def test_a_state_that_is_taken_at_the_start_only_ends_the_run(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from headrace.data.conversations import ToolConversation, messages_of
 from headrace.errors import DataError, Interrupted, NonFiniteError, RolloutError
 from headrace.loops.checkpointer import Checkpointer
 from headrace.loops.episode_metrics import eval_metrics
@@ -168,3 +169,26 @@ async def test_a_stop_ends_after_the_step_and_saves_it(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="after step 1 of 9"):
         await rig.train()
     assert [(step, state) for step, state, _ in rig.store.saved] == [(1, {"drawn": 2})]
+
+
+def test_messages_count_by_their_weights() -> None:
+    messages = messages_of(talk("a", "b", "c", "d d d"))
+    plain = render_batch([messages], RENDERER, max_tokens=64).data
+    ones = render_batch([ToolConversation(messages=messages, weights=(1.0,) * 4)], RENDERER, max_tokens=64).data
+    assert [datum.arrays["weights"].tolist() for datum in ones] == [d.arrays["weights"].tolist() for d in plain]
+    weighted = ToolConversation(messages=messages, weights=(1.0, 0.5, 1.0, 2.0))
+    [datum] = render_batch([weighted], RENDERER, max_tokens=64).data
+    trained = datum.arrays["weights"][datum.arrays["weights"] != 0]
+    # "b" and its end count a half each, the three "d" and their end 2 each: 9 in all
+    assert trained.tolist() == pytest.approx([0.5 / 9] * 2 + [2 / 9] * 4)
+    second = ToolConversation(messages=messages, weights=(1.0, 0.0, 1.0, 1.0))
+    [datum] = render_batch([second], RENDERER, max_tokens=64).data
+    assert datum.arrays["weights"][datum.arrays["weights"] != 0].tolist() == pytest.approx([0.25] * 4)
+    assert len(datum.targets) == len(plain[0].targets), "a turn that is not trained is still read"
+
+
+def test_weighted_and_plain_conversations_share_a_batch() -> None:
+    heavy = ToolConversation(messages=messages_of(talk("a", "b")), weights=(1.0, 3.0))
+    data = render_batch([heavy, talk("c", "d")], RENDERER, max_tokens=64).data
+    sums = [float(datum.arrays["weights"].sum()) for datum in data]
+    assert sums == pytest.approx([6 / 8, 2 / 8])

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis.strategies import composite, integers, lists, none, one_of, sampled_from
+from hypothesis.strategies import booleans, composite, integers, lists, none, one_of, sampled_from
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from headrace.model.attention import Cached, KVCache, Packed, PromptChunk, attend, causal_mask, visible_mask
 from headrace.model.load import LanguageModel, prepare
@@ -38,7 +40,15 @@ def hidden(lm: LanguageModel, sequences: list[list[int]]) -> Tensor:
     return lm.hidden(tokens, positions, Packed(tuple(len(sequence) for sequence in sequences)))
 
 
-def by_definition(query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float) -> Tensor:
+def by_definition(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """One sequence, one query at a time: [Q, T, D] and [H, T, D] -> [T, Q, D]."""
     out = torch.zeros(query.shape[1], query.shape[0], D, dtype=query.dtype)
     groups = query.shape[0] // key.shape[0]
@@ -46,8 +56,17 @@ def by_definition(query: Tensor, key: Tensor, value: Tensor, window: int | None,
         for t in range(query.shape[1]):
             first = 0 if window is None else max(0, t - window + 1)
             scores = key[head // groups, first : t + 1] @ query[head, t] * scaling
-            out[t, head] = torch.softmax(scores, dim=0) @ value[head // groups, first : t + 1]
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if sinks is not None:  # one more score, whose value is 0
+                scores = torch.cat([scores, sinks[head, None]])
+            shares = torch.softmax(scores, dim=0)[: t + 1 - first]
+            out[t, head] = shares @ value[head // groups, first : t + 1]
     return out
+
+
+def some_sinks(heads: int) -> Tensor:
+    return torch.linspace(-1.0, 2.0, heads, dtype=torch.float64)
 
 
 @composite
@@ -167,10 +186,18 @@ def layer(index: int) -> torch.nn.Module:
     cuts=lists(integers(1, 99), max_size=3),
     window=one_of(none(), integers(1, 80)),
     heads=sampled_from([(4, 2), (3, 1)]),
+    softcap=sampled_from([None, 0.7]),
+    with_sinks=booleans(),
     seed=integers(0, 2**32),
 )
 def test_chunks_and_decoded_rows_equal_attention_by_definition(
-    length: int, cuts: list[int], window: int | None, heads: tuple[int, int], seed: int
+    length: int,
+    cuts: list[int],
+    window: int | None,
+    heads: tuple[int, int],
+    softcap: float | None,
+    with_sinks: bool,
+    seed: int,
 ) -> None:
     """A prompt in chunks into slot 5 of 8, then one decode step for it while the other rows idle; all but the last
     tokens of slot 5 are stale values of another sequence."""
@@ -180,7 +207,8 @@ def test_chunks_and_decoded_rows_equal_attention_by_definition(
     )
     for store in (*cache.keys, *cache.values):
         store.fill_(7.0)
-    expected = by_definition(query[0], key[0], value[0], window, 0.3)
+    more = {"softcap": softcap, "s_aux": some_sinks(heads[0]) if with_sinks else None}
+    expected = by_definition(query[0], key[0], value[0], window, 0.3, softcap, more["s_aux"])  # type: ignore[arg-type]
     ends = sorted({cut for cut in cuts if cut < length - 1} | {length - 1})
     for start, end in zip([0, *ends], ends, strict=False):
         span = slice(start, end)
@@ -192,6 +220,7 @@ def test_chunks_and_decoded_rows_equal_attention_by_definition(
             None,
             scaling=0.3,
             sliding_window=window,
+            **more,  # type: ignore[arg-type]
             attention=Cached(
                 cache=cache,
                 slots=torch.full((end - start,), 5),
@@ -212,9 +241,49 @@ def test_chunks_and_decoded_rows_equal_attention_by_definition(
         mask=visible_mask(positions.clamp_max(filled - 1), filled, torch.float64),
         chunks=(),
     )
-    out, _ = attend(layer(1), *rows, None, scaling=0.3, sliding_window=window, attention=context)
+    out, _ = attend(layer(1), *rows, None, scaling=0.3, sliding_window=window, attention=context, **more)  # type: ignore[arg-type]
     assert torch.allclose(out[0, 5], expected[-1], rtol=1e-12, atol=1e-12)
     assert (cache.keys[0] == 7.0).all(), "another layer's cache was written"
+
+
+@pytest.mark.parametrize("width", [4, 16, 24])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_caps_and_sinks_are_transformers_own(heads: tuple[int, int], width: int) -> None:
+    """Packed segments, one behind a shared one, and the same tokens from the cache; gradients reach the sinks."""
+    generator = torch.Generator().manual_seed(4)
+    lengths, parents = (5, 9, 3), (None, 0, 0)
+    rows = [torch.randn(1, count, 17, width, generator=generator).double() for count in (heads[0], heads[1], heads[1])]
+    query, key, value = (tensor.requires_grad_() for tensor in rows)
+    sinks = some_sinks(heads[0]).requires_grad_()
+    module = layer(0)
+    module.num_key_value_groups, module.sinks = heads[0] // heads[1], sinks
+    out, _ = attend(
+        module, query, key, value, None, scaling=0.4, softcap=0.6, s_aux=None, attention=Packed(lengths, parents)
+    )
+    sunk, _ = attend(
+        module, query, key, value, None, scaling=0.4, sliding_window=4, s_aux=sinks, attention=Packed(lengths, parents)
+    )
+    gradients = torch.autograd.grad(out.square().sum() + sunk.square().sum(), [query, key, value, sinks])
+    theirs_out, theirs_sunk = torch.zeros_like(out), torch.zeros_like(sunk)
+    for segment, span in ((1, slice(5, 14)), (2, slice(14, 17)), (0, slice(0, 5))):
+        own = list(range(5)) + list(range(span.start, span.stop)) if segment else list(range(5))
+        tokens = torch.tensor(own)
+        q, k, v = (tensor[:, :, tokens] for tensor in (query, key, value))
+        size, mine = len(own), span.stop - span.start
+        for window, target in ((None, theirs_out), (4, theirs_sunk)):
+            hidden_keys = ~causal_mask(size, 0, window, torch.device("cpu"))
+            mask = torch.zeros(size, size, dtype=torch.float64).masked_fill(hidden_keys, -torch.inf)[None, None]
+            if window is None:
+                result, _ = gemma2_attention(module, q, k, v, mask, scaling=0.4, softcap=0.6)
+            else:
+                result, _ = gpt_oss_attention(module, q, k, v, mask, scaling=0.4)
+            target[:, span] = result[:, -mine:]
+    expected = torch.autograd.grad(theirs_out.square().sum() + theirs_sunk.square().sum(), [query, key, value, sinks])
+    assert torch.allclose(out, theirs_out, rtol=1e-5, atol=1e-6)  # theirs has its softmax in float32
+    assert torch.allclose(sunk, theirs_sunk, rtol=1e-5, atol=1e-6)
+    for mine, other in zip(gradients, expected, strict=True):
+        assert torch.allclose(mine, other, rtol=1e-4, atol=1e-5)
+        assert other.abs().max() > 0.01
 
 
 def test_decode_rows_chunks_and_padding_share_a_call() -> None:

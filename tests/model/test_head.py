@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headrace.model.head import Targets, fused_loss, logprobs
+from headrace.model.head import PLAIN, LogitRule, Targets, fused_loss, logprobs
 
 Loss = Callable[[slice, Tensor, Tensor | None], Tensor]
 
@@ -28,6 +28,7 @@ class Problem:
     factors: Tensor  # shape of the targets
     entropy_factor: float
     chunk_tokens: int
+    rule: LogitRule = PLAIN
 
     @property
     def want_entropy(self) -> bool:
@@ -51,6 +52,7 @@ def make_problem(
     chunk_tokens: int = 3,
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
+    rule: LogitRule = PLAIN,
 ) -> Problem:
     generator = torch.Generator().manual_seed(seed)
     shape = (tokens, alternatives) if alternatives else (tokens,)
@@ -64,6 +66,7 @@ def make_problem(
         factors=torch.randn(shape, generator=generator).to(dtype),
         entropy_factor=entropy_factor,
         chunk_tokens=chunk_tokens,
+        rule=rule,
     )
 
 
@@ -79,7 +82,9 @@ class Answer:
 def plain(problem: Problem) -> Answer:
     """Full logits and torch's own autograd."""
     hidden, weight = (tensor.clone().requires_grad_() for tensor in (problem.hidden_TD, problem.weight_VD))
-    logits = hidden @ weight.T
+    logits = problem.rule.scale * (hidden @ weight.T)
+    if problem.rule.softcap is not None:
+        logits = torch.tanh(logits / problem.rule.softcap) * problem.rule.softcap
     if problem.targets.temperature is not None:
         logits = logits / problem.targets.temperature[:, None]
     logp = torch.log_softmax(logits, dim=-1)
@@ -109,6 +114,7 @@ def fused(problem: Problem) -> Answer:
         grad_weight_VD=grad_weight,
         want_gradient=True,
         chunk_tokens=problem.chunk_tokens,
+        rule=problem.rule,
     )
     assert out.grad_hidden_TD is not None
     return Answer(
@@ -123,7 +129,12 @@ def fused(problem: Problem) -> Answer:
 def whole(problem: Problem) -> Answer:
     hidden, weight = (tensor.clone().requires_grad_() for tensor in (problem.hidden_TD, problem.weight_VD))
     picked, entropy = logprobs(
-        hidden, weight, problem.targets, want_entropy=problem.want_entropy, chunk_tokens=problem.chunk_tokens
+        hidden,
+        weight,
+        problem.targets,
+        want_entropy=problem.want_entropy,
+        chunk_tokens=problem.chunk_tokens,
+        rule=problem.rule,
     )
     loss = problem.loss(slice(None), picked, entropy)
     grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
@@ -152,6 +163,7 @@ def problems(draw: Any) -> dict[str, Any]:
         "entropy_factor": draw(sampled_from([0.0, 0.3])),
         "chunk_tokens": draw(integers(1, 10)),
         "seed": draw(integers(0, 2**32)),
+        "rule": draw(sampled_from([PLAIN, LogitRule(scale=0.3), LogitRule(softcap=1.5), LogitRule(2.0, 3.0)])),
     }
 
 
@@ -169,6 +181,17 @@ def test_float32_is_right_to_its_own_rounding(path: str) -> None:
     exact = make_problem(tokens=40, vocabulary=300, chunk_tokens=16)
     rounded = make_problem(tokens=40, vocabulary=300, chunk_tokens=16, dtype=torch.float32)
     assert_close(PATHS[path](rounded), plain(exact), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_unlikely_tokens_of_scaled_logits_keep_their_bits(path: str) -> None:
+    """Log-probs below -80 are read off the log-softmax, under the same rule."""
+    exact = make_problem(tokens=40, vocabulary=30, entropy_factor=0.0, rule=LogitRule(scale=60.0))
+    rounded = make_problem(
+        tokens=40, vocabulary=30, entropy_factor=0.0, rule=LogitRule(scale=60.0), dtype=torch.float32
+    )
+    assert plain(exact).logprobs.min() < -200
+    assert torch.allclose(PATHS[path](rounded).logprobs.double(), plain(exact).logprobs, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("path", PATHS)

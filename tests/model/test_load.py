@@ -13,7 +13,13 @@ from hypothesis import given, settings
 from hypothesis.strategies import integers, sampled_from
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from headrace.errors import ConfigError, ModelError
 from headrace.model import load
@@ -27,11 +33,55 @@ from headrace.model.load import (
     recompute_layers,
     smollm2_folder,
 )
+from headrace.model.memory import num_parameters, read_model_dims
 from headrace.model.tiny import make_model, make_tokenizer, save_tiny
 from headrace.names import SMOLLM2
+from support.model_variants import SMALL, VARIANTS
 
 SHAPE = {"width": 16, "layers": 2, "heads": 4, "kv_heads": 2, "context": 32, "seed": 5}
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
+
+
+def multimodal(folder: Path, kind: str, variant: str, *, tied: bool = False) -> Any:
+    """A whole model with a tower for pictures, in a folder as transformers writes it."""
+    text = {**SMALL, **VARIANTS[variant][1], "model_type": f"{kind}_text", "tie_word_embeddings": False}
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
+    vision["num_position_embeddings"] = 16
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(folder)
+    make_tokenizer(()).save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "tied"),
+    [("qwen3_5", "qwen3_5_text", False), ("qwen3_5", "qwen3_5_text", True), ("qwen3_5_moe", "qwen3_5_moe_text", False)],
+)
+def test_the_text_half_of_a_multimodal_model_is_loaded_and_the_rest_is_named(
+    kind: str, variant: str, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = multimodal(tmp_path, kind, variant, tied=tied)
+    lm = load_model(tmp_path)
+    assert f"its text half is loaded, as type '{variant}'" in caplog.text
+    assert "tensors of model.visual are left out" in caplog.text
+    with torch.no_grad():
+        expected = whole(input_ids=TOKENS[None]).logits[0]
+        hidden = lm.hidden(TOKENS, torch.arange(len(TOKENS)), Packed((len(TOKENS),)))
+    torch.testing.assert_close(hidden @ lm.head_weight().T, expected, rtol=1e-4, atol=1e-5)
+    shape = read_model_dims(tmp_path)
+    assert num_parameters(shape) == sum(parameter.numel() for parameter in lm.model.parameters())
+    lm.model.save_pretrained(tmp_path / "text")
+    assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == variant
+
+
+def test_a_text_half_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
+    multimodal(tmp_path, "qwen3_5", "qwen3_5_text")
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.language_model.layers.0.linear_attn.A_log"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"has no model\.layers\.0\.linear_attn\.A_log"):
+        load_model(tmp_path)
 
 
 def tiny() -> LanguageModel:
@@ -107,9 +157,9 @@ def test_a_folder_that_cannot_be_loaded_is_named(folder: Path, broken: str) -> N
         (folder / "model.safetensors").unlink()
     else:
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+        (folder / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
         (folder / "model.safetensors").write_bytes(b"not read: the type is refused first")
-        expected = "'gpt2' are not supported"
+        expected = "'mamba' are not supported"
     with pytest.raises(ModelError, match=expected):
         load_model(str(path))
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from headrace.config.schema import ALL_LINEAR
 from headrace.errors import ConfigError, ModelError
+from headrace.infer.model_runner import ModelRunner
 from headrace.model.device import choose_dtype
 from headrace.model.head import CHUNK_TOKENS, CUDA_CHUNK_TOKENS
+from headrace.model.load import prepare
 from headrace.model.lora import add_lora
 from headrace.model.memory import (
     CUDA_HEAD_CHUNK_TOKENS,
@@ -30,8 +33,9 @@ from headrace.model.memory import (
     tiny_model_dims,
     training_memory,
 )
-from headrace.model.supported import SUPPORTED
+from headrace.model.supported import SUPPORTED, context_of
 from headrace.model.tiny import make_model
+from support.model_variants import VARIANTS, make
 
 SMALL = {
     "hidden_size": 48,
@@ -72,6 +76,33 @@ def test_the_count_is_that_of_the_real_module(kind: str, changes: dict[str, obje
     model = meta_model(kind, **changes)
     model.config.save_pretrained(tmp_path)
     assert num_parameters(read_model_dims(tmp_path)) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_is_counted_with_its_adapters_and_its_cache(variant: str, tmp_path: Path) -> None:
+    model = make(variant)
+    model.config.save_pretrained(tmp_path)
+    shape = read_model_dims(tmp_path)
+    assert num_parameters(shape) == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.context == context_of(model.config)
+    cache = ModelRunner(prepare(model, None, source=variant), source=None, adapters=None).make_cache(8, 64)
+    stores = {store.data_ptr(): store.numel() for store in (*cache.keys, *cache.values)}  # layers may share theirs
+    assert kv_bytes_per_token(shape, 4) == 4 * sum(stores.values()) // (8 * 64)
+    states = {} if cache.states is None else cache.states.layers
+    assert shape.state == sum(store.numel() for stores in states.values() for store in stores) // 8
+    add_lora(model, rank=5, alpha=1.0, targets=ALL_LINEAR, seed=0)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert num_lora_parameters(shape, rank=5, targets=ALL_LINEAR) == trained
+
+
+def test_parts_of_a_joined_layer_are_refused_as_targets() -> None:
+    for count in (lambda: add_lora(make("phi3"), rank=2, alpha=1.0, targets=("q_proj",), seed=0), _count_phi3):
+        with pytest.raises(ConfigError, match="q_proj, k_proj, v_proj in one layer, qkv_proj: name k_proj"):
+            count()
+
+
+def _count_phi3() -> None:
+    num_lora_parameters(model_dims(make("phi3").config.to_dict()), rank=2, targets=("q_proj",))
 
 
 def test_biases_are_counted(tmp_path: Path) -> None:

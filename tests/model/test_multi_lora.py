@@ -29,6 +29,7 @@ from headrace.model.multi_lora import (
     use_adapters,
 )
 from headrace.model.tiny import make_model, make_tokenizer
+from support.model_variants import make
 
 SHAPE = {"vocab_size": 23, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2, "context": 32, "seed": 5}
 LAYERS = tuple(f"model.layers.{index}" for index in range(2))
@@ -103,8 +104,9 @@ def test_every_row_has_its_own_adapter(direct: bool) -> None:
             assert (expected - merged_logits(lm, None, tokens[row : row + 1])[0]).abs().max() > 0.05
 
 
-def test_it_is_what_the_trained_layers_compute() -> None:
-    lm = base(torch.float64)
+@pytest.mark.parametrize("variant", ["", "qwen3_5_text", "qwen3_next", "lfm2"])
+def test_it_is_what_the_trained_layers_compute(variant: str) -> None:
+    lm = prepare(make(variant).double(), None, source=variant) if variant else base(torch.float64)
     view, sampled = shared_view(lm), shared_view(lm)
     add_lora(view.model, rank=3, alpha=6.0, targets=(*ATTENTION, *MLP), seed=1)
     generator = torch.Generator().manual_seed(1)

@@ -47,6 +47,8 @@ def test_doctor_looks_for_the_packages_of_every_extra() -> None:
     looked_for = {
         "tensorboard": {"tensorboard"},
         "wandb": {"wandb"},
+        "trackio": {"trackio"},
+        "mlflow": {"mlflow"},
         "datadog": {"datadog"},
         "gpu": {"pynvml"},
         "parquet": {"pyarrow"},
@@ -65,7 +67,7 @@ def test_doctor_looks_for_the_packages_of_every_extra() -> None:
         "bitsandbytes": {"bitsandbytes"},
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) - {"dev", "dev-envs", "bench"} == set(looked_for)
+    assert set(project["optional-dependencies"]) - {"dev", "dev-envs", "bench", "docs"} == set(looked_for)
     assert set().union(*looked_for.values()) <= set(OPTIONAL)
 
 

@@ -43,12 +43,32 @@ def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> 
 def test_latest_is_by_time_then_count_and_of_exactly_that_name(tmp_path: Path) -> None:
     assert find_latest(tmp_path / "none", "demo") is None
     assert find_latest(tmp_path, "demo") is None
-    for name, now in [("demo", NOON)] * 11 + [("demo", NOON - timedelta(days=1)), ("demo_x", NOON + timedelta(days=1))]:
+    for name, now in [("demo", NOON - timedelta(days=1))] + [("demo", NOON)] * 11 + [("demo_x", NOON + timedelta(1))]:
         RunFolder.create(tmp_path, name, now).write_config("")
     RunFolder.create(tmp_path, "demo", NOON + timedelta(days=2))  # died before it had a configuration
     latest = find_latest(tmp_path, "demo")
     assert latest is not None
     assert latest.path.name == "demo_2026-03-01T12-00-05Z_11"
+
+
+def test_a_clock_that_was_set_back_changes_no_order(tmp_path: Path) -> None:
+    """A resume goes on with the run that was started last, not with the one whose clock was ahead."""
+    moments = [timedelta(0), -timedelta(days=900), -timedelta(hours=1), timedelta(0), timedelta(seconds=1)]
+    runs = [RunFolder.create(tmp_path, "demo", NOON + moment) for moment in moments]
+    assert [run.path.name.removeprefix("demo_2026-03-01T12-00-0") for run in runs] == [
+        "5Z",
+        "5Z_2",
+        "5Z_3",
+        "5Z_4",
+        "6Z",
+    ]
+    for run in runs:
+        run.write_config("")
+        run.metrics.write_text("{}\n")
+        assert find_latest(tmp_path, "demo") == run
+    shutil.rmtree(runs[-1].path)
+    shutil.rmtree(runs[0].path)
+    assert RunFolder.create(tmp_path, "demo", NOON).path.name.endswith("5Z_5"), "not the name that became free"
 
 
 def test_a_run_that_failed_before_its_first_step_does_not_hide_one_to_resume(tmp_path: Path) -> None:

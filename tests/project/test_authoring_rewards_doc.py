@@ -3,6 +3,7 @@
 import re
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from headrace.reward import user_function
 from headrace.reward.alignment import Alignment, make_reward
 from headrace.reward.builtin.table import ANSWER_REWARDS, check_options
 from headrace.reward.episode_json import episode_to_row
-from headrace.types import Episode, Reward
+from headrace.types import Episode, Message, Reward
 from support.paths import DOCS
 from support.reward_episodes import episode
 
@@ -56,10 +57,36 @@ def test_steps(functions: Callable[[int], user_function.RewardFunction]) -> None
     assert (reward.total, reward.steps) == (1.0, (0.0, 1.0, 0.0))
 
 
+def test_tool_responses(functions: Callable[[int], user_function.RewardFunction]) -> None:
+    played = episode("look", "fly", "the key is 7", answer="7")
+    answers = {1: ['{"seen": 7}', '{"seen": 8}'], 3: ['{"error": "no wings"}', "nonsense"]}
+    messages = [
+        m
+        for place, message in enumerate(played.messages)
+        for m in (message, *(Message(role="tool", content=text) for text in answers.get(place, ())))
+    ]
+    [reward] = judged(functions(3), replace(played, messages=tuple(messages)))
+    assert reward.total == 1.0
+    assert reward.steps == (1.0, -0.5, 0.0)
+    assert [(note.step, note.reason, note.metrics.get("failed")) for note in reward.notes] == [
+        (None, "the last answer", None),
+        (0, "2 calls worked", 0),
+        (1, "no wings; not JSON", 2),
+        (2, "0 calls worked", 0),
+    ]
+
+
+def test_batch_with_rewards_of_steps(functions: Callable[[int], user_function.RewardFunction]) -> None:
+    first, second = judged(functions(4), episode("go", "sing"), episode("go", "open"))
+    assert (first.total, first.steps) == (0.5, (0.0, 1.0))
+    assert (second.total, second.steps) == (0.5, (0.0, 1.0))
+    assert [note.reason for note in first.notes] == ["share of new moves", "others did it too", "new in this group"]
+
+
 def test_programs_that_a_model_wrote(functions: Callable[[int], user_function.RewardFunction]) -> None:
     task: dict[str, Any] = {"stdin": "2 3", "answer": "6"}
     right, wrong = judged(
-        functions(3), episode("a, b = map(int, input().split()); print(a * b)", **task), episode("print(5)", **task)
+        functions(5), episode("a, b = map(int, input().split()); print(a * b)", **task), episode("print(5)", **task)
     )
     assert (right.success, wrong.success) == (True, False)
 

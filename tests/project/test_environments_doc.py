@@ -77,8 +77,8 @@ def test_an_environment_of_ones_own_is_named_in_a_run(folder: Path) -> None:
     (folder / "tasks.jsonl").write_text(json.dumps({"prompt": "Count down.", "from": 3}))
     config = load_checked(folder / "run.toml", [], command="train")
     assert config.rl is not None
-    [task] = tasks_of(config.rl.tasks)
-    assert make_env_of(config.rl.tasks)().reset(task, 0).state == "3"
+    [task] = tasks_of(config.rl.tasks[0])
+    assert make_env_of(config.rl.tasks[0])().reset(task, 0).state == "3"
 
 
 def test_the_task_definition_loads(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ from support.real_vllm import PYTHON, launched, servable_model
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[LaunchedServer]]:
-    """Two servers of the same model, with other weights than the trainers of the tests have."""
+    """Two servers of the same model, with other weights than the trainers of the tests have; the second has adapters.
+
+    vLLM on CPU ends when one with adapters scores beside other requests.
+    """
     if not Path(PYTHON).is_file():
         pytest.skip("HEADRACE_VLLM_PYTHON names no interpreter of an environment with vLLM: call make test-vllm")
     folder = tmp_path_factory.mktemp("served")
     write_model(servable_model(seed=5), folder)
-    with launched(2, folder, tmp_path_factory.mktemp("logs")) as running:
+    with launched(folder, tmp_path_factory.mktemp("logs"), lora_ranks=(0, 8)) as running:
         yield running

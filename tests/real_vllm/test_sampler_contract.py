@@ -7,11 +7,12 @@ import pytest
 from contracts.test_sampler import *  # noqa: F403
 
 from headrace.infer.servers.launch import LaunchedServer
+from headrace.infer.servers.replicas import ReplicaSampler
 from headrace.model.load import fingerprint
 from headrace.protocols import Sampler
 from headrace.types import SharedWeights, WeightsHandle, int_array
 from support.implementations import SamplerCase
-from support.real_vllm import CONTEXT, servable_model, trained
+from support.real_vllm import CONTEXT, LONG, sampling, servable_model, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -26,7 +27,15 @@ def case(servers: list[LaunchedServer]) -> SamplerCase:
     def handle(sampler: Sampler) -> WeightsHandle:
         return SharedWeights(fingerprint=fingerprint(servable_model().model.named_parameters()))
 
-    # not batched: on a busy machine long requests may have ended when a short one that was sent behind them returns
+    async def begun(sampler: Sampler, calls: int) -> None:
+        assert isinstance(sampler, ReplicaSampler)
+        await sampling(sampler, calls=calls)
+
     return SamplerCase(
-        name="vllm", open=open_sampler, oversized=int_array([3] * (CONTEXT + 1)), handle=handle, batched=False
+        name="vllm",
+        open=open_sampler,
+        oversized=int_array([3] * (CONTEXT + 1)),
+        handle=handle,
+        long=LONG,
+        begun=begun,
     )

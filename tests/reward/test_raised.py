@@ -1,5 +1,6 @@
 """A reward function that raises is described by file and line, once; what the sandbox forbids is said as that."""
 
+import asyncio
 import errno
 import logging
 import socket
@@ -135,3 +136,15 @@ def test_a_function_that_always_prints_does_not_fill_the_log(caplog: pytest.LogC
             prints.note(f"0/{number}", "hello")
     assert len(caplog.records) == MOST_PRINTS
     assert "in the saved episodes only" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize(("top", "is_told"), [("import json", True), ("import heavy", False)])
+def test_an_import_inside_the_function_is_told_before_it_takes_its_time(
+    file: Path, caplog: pytest.LogCaptureFixture, top: str, is_told: bool
+) -> None:
+    (file.parent / "heavy.py").write_text("VALUE = 1.0\n")
+    file.write_text(f"{top}\n\n\ndef scores(text, truth):\n    import heavy, re, json\n\n    return heavy.VALUE\n")
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(reasons(file, "scores", "4")) == []
+    text = "reward mine: it imports heavy at every call: import at the top of the file, which is done once"
+    assert (text in caplog.text) == is_told

@@ -1,6 +1,7 @@
 """Every way to return a reward is understood, beside the function and in the trainer; anything else is refused."""
 
 import doctest
+import inspect
 import json
 import math
 
@@ -24,8 +25,8 @@ from headrace.errors import RewardError
 from headrace.reward import result
 from headrace.reward.alignment import Alignment, as_reward, make_reward
 from headrace.reward.compat import models
-from headrace.reward.result import PART_NAME_CHARS, parse_result
-from headrace.types import Reward
+from headrace.reward.result import NOTE_CHARS, PART_NAME_CHARS, REASON_CHARS, clean_metrics, parse_result
+from headrace.types import Reward, RewardNote
 from support.reward_episodes import episode
 
 TWO = episode("up", "down")
@@ -46,12 +47,18 @@ def step_output(index: object, reward: float) -> dict[str, object]:
         (np.bool_(True), Reward(total=1.0, success=True)),
         (torch.tensor(0.75), Reward(total=0.75)),
         ((0.5, {"a": 1}), Reward(total=0.5, parts={"a": 1.0})),
-        ({"score": 1, "format": 0.5, "reason": "why"}, Reward(total=1.0, parts={"format": 0.5})),
+        (
+            {"score": 1, "format": 0.5, "reason": "why"},
+            Reward(total=1.0, parts={"format": 0.5}, notes=(RewardNote(reason="why"),)),
+        ),
         ({"score": None, "total": 2, "b": np.float64(3)}, Reward(total=2.0, parts={"b": 3.0})),
         ({"total": 0.5, "success": True, "steps": [0, 0.5]}, Reward(total=0.5, steps=(0.0, 0.5), success=True)),
         ({"score": 1.0, "steps": np.array([1.0, 2.0])}, Reward(total=1.0, steps=(1.0, 2.0))),
         ({"score": 1.0, "metrics": {"m": {"score": 0.5}, "n": 2}}, Reward(total=1.0, parts={"m": 0.5, "n": 2.0})),
-        ({"score": 1.0, "metrics": {"m": {"score": 0.5, "is_score_valid": False}}}, Reward(total=1.0)),
+        (
+            {"score": 1.0, "metrics": {"m": {"score": 0.5, "is_score_valid": False}}},
+            Reward(total=1.0, notes=(RewardNote(metrics={"m": {"score": 0.5, "is_score_valid": False}}),)),
+        ),
         (step_output(0, 2.0), Reward(total=10.0, steps=(2.0, 0.0))),
         (Reward(total=3.0, parts={"a": 2.0}, steps=(1.0, 2.0)), Reward(total=3.0, parts={"a": 2.0}, steps=(1.0, 2.0))),
         (
@@ -59,9 +66,21 @@ def step_output(index: object, reward: float) -> dict[str, object]:
                 score=1.0,
                 reason="r",
                 metrics={"m": models.MetricResult(score=0.5, reason="r", is_score_valid=True)},
-                step_outputs=[models.StepOutput(step_index=3, base_reward=0.25)],
+                step_outputs=[
+                    models.StepOutput(step_index=3, base_reward=0.25, reason="far", metrics={"d": 2, "seen": [True]}),
+                    models.StepOutput(step_index=1, base_reward=0.5, reason="near"),
+                ],
             ),
-            Reward(total=1.0, parts={"m": 0.5}, steps=(0.0, 0.25)),
+            Reward(
+                total=1.0,
+                parts={"m": 0.5},
+                steps=(0.5, 0.25),
+                notes=(
+                    RewardNote(reason="r", metrics={"m": {"reason": "r"}}),
+                    RewardNote(step=0, reason="near"),
+                    RewardNote(step=1, reason="far", metrics={"d": 2, "seen": [True]}),
+                ),
+            ),
         ),
     ],
 )
@@ -69,6 +88,30 @@ def test_every_way_to_say_a_reward_is_understood(value: object, reward: Reward) 
     """In this process, and as JSON from another."""
     assert as_reward(value, TWO) == reward
     assert make_reward(json.loads(json.dumps(parse_result(value))), TWO, Alignment()) == reward
+
+
+def test_what_is_said_of_an_episode_is_bounded_and_always_json() -> None:
+    """A function may say anything: what is kept can be written, and is not large."""
+    said: dict[str, object] = {f"m{n}": "x" * 300 for n in range(100)}
+    said |= {"nan": float("nan"), "huge": 10**30, "object": object(), "deep": [[[[[[1]]]]]], "bad\ud800": "\ud800"}
+    value = {
+        "score": 1.0,
+        "reason": "y" * 9999,
+        "step_outputs": [{"step_index": 1, "base_reward": 0.0, "metrics": said}],
+    }
+    for fields in (parse_result(value), value):  # from our code in its process, or from code that wrote the JSON itself
+        reward = make_reward(fields, TWO, Alignment(step_index="message"))
+        episode_note, step_note = reward.notes
+        assert len(episode_note.reason) == REASON_CHARS
+        assert len(json.dumps(step_note.metrics)) < 2 * NOTE_CHARS
+        json.dumps([episode_note.reason, dict(step_note.metrics)], ensure_ascii=False).encode()
+    odd = {name: said[name] for name in ("nan", "huge", "deep", "bad\ud800")}
+    assert clean_metrics(odd) == {
+        "nan": "nan",
+        "huge": "1" + "0" * 30,
+        "deep": [[[["[[1]]"]]]],
+        "bad\\ud800": "?",
+    }
 
 
 @pytest.mark.parametrize(
@@ -182,3 +225,12 @@ def test_examples_in_docstrings() -> None:
     results = doctest.testmod(result)
     assert results.attempted > 0
     assert not results.failed
+
+
+@pytest.mark.parametrize("model", [models.EvaluateResult, models.StepOutput])
+def test_every_field_of_a_result_says_what_it_means(model: type) -> None:
+    assert model.__doc__
+    lines = [line.strip() for line in inspect.getsource(model).splitlines()]
+    for name in model.model_fields:  # type: ignore[attr-defined]
+        [place] = [number for number, line in enumerate(lines) if line.startswith(f"{name}: ")]
+        assert "  # " in lines[place] or lines[place - 1].startswith("# "), name

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -295,6 +296,19 @@ async def test_a_program_stopped_by_a_limit_is_truncated() -> None:
     episode = await play(multi_turn, sampler, renderer, max_episode_tokens=100)
     assert (len(episode.steps), episode.truncated, episode.ended) == (2, True, EndReason.MAX_TOKENS)
     assert all(len(heard.prompt) + len(heard.sampled) <= 100 for heard in sampler.heard)
+
+
+async def test_a_program_that_shortens_what_was_too_long_goes_on() -> None:
+    async def compacting(base_url: str, task: Task) -> bool:
+        async with client_of(base_url) as client:
+            for content in ("x" * 500, "short"):
+                with suppress(openai.BadRequestError):
+                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}])
+        return True
+
+    sampler, renderer = scripted("ok")
+    episode = await play(compacting, sampler, renderer, max_episode_tokens=100)
+    assert (len(episode.steps), episode.truncated, episode.ended) == (1, False, EndReason.DONE)
 
 
 async def raising(base_url: str, task: Task) -> None:

@@ -1,11 +1,12 @@
 """Episodes in the log, step by step."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
 from headrace.rollout.episode_log import TAIL, log_episode
-from headrace.types import Completion, Episode, Message, Step, StopReason, Task, float_array, int_array
+from headrace.types import Completion, Episode, Message, Step, StopReason, Task, ToolCall, float_array, int_array
 
 
 def episode(*, answer: str = "fine") -> Episode:
@@ -35,6 +36,21 @@ def test_every_step_is_a_line_at_debug(caplog: pytest.LogCaptureFixture) -> None
         "episode 2/0, step 1: state -, saw 'fine', did 'fly' (2 tokens, log-prob -0.7500, invalid), reward 1.5, "
         "answer 'No.'",
     ]
+
+
+def test_parsed_tool_calls_are_in_the_line_of_their_step(caplog: pytest.LogCaptureFixture) -> None:
+    played = episode()
+    calls = (
+        ToolCall(name="look", arguments='{"at": "door"}', id="c1"),
+        ToolCall(name="w\nait", arguments="{}", id="c2"),
+    )
+    messages = [replace(m, tool_calls=calls) if m.content == "look" else m for m in played.messages]
+    with caplog.at_level(logging.DEBUG, logger="headrace.rollout.episode_log"):
+        log_episode(replace(played, messages=tuple(messages)))
+    lines = [record.getMessage() for record in caplog.records]
+    wanted = """did 'look', called 'look' with '{"at": "door"}', called 'w\\nait' with '{}' (2 tokens"""
+    assert wanted in lines[0]
+    assert "called" not in lines[1]
 
 
 def test_what_a_tool_wrote_cannot_pass_for_a_line_and_is_cut_to_its_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ import pytest
 from headrace.config import SourceConfig
 from headrace.data.conversations import ToolConversation
 from headrace.envs.calculator import CalculatorEnv
-from headrace.errors import EpisodeError
+from headrace.errors import EpisodeError, RolloutError
 from headrace.loops.sft import render_batch
 from headrace.protocols import Env
 from headrace.render import Renderer
@@ -151,12 +151,11 @@ async def test_an_episode_with_calls_is_played_back_from_its_journal_without_sam
     assert [step.prompt.tolist() for step in again.steps] == [step.prompt.tolist() for step in first.steps]
 
 
-async def test_tools_of_an_environment_that_cannot_be_shown_fail_the_episode() -> None:
+async def test_tools_that_the_template_does_not_show_end_the_run_before_anything_is_sampled() -> None:
     sampler, renderer = scripted(UP, template=make_tokenizer().chat_template.replace("{% if tools %}", "{% if 0 %}"))
-    failed = await play(FakeToolEnv(), sampler, renderer)
-    assert isinstance(failed, FailedEpisode)
-    assert "task t: the environment offers tools and this model's chat template shows none" in failed.reason
-    assert failed.ended is EndReason.ERROR
+    with pytest.raises(RolloutError, match="the environment offers tools and this model's chat template shows none"):
+        await play(FakeToolEnv(), sampler, renderer)
+    assert not sampler.heard
 
 
 async def test_tools_without_the_verb_for_them_fail_the_episode() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from starlette.routing import compile_path
 
 from headrace.errors import JournalError
 from headrace.service.core import Service
@@ -54,12 +55,14 @@ class Client:
     def __init__(self, http: httpx.AsyncClient, service: Service, journal: FullDisk, folder: Path) -> None:
         self.http, self.service, self.journal, self.folder = http, service, journal, folder
         self.told: dict[str, bytes] = {}  # outcomes of requests by id
+        self.asked: set[tuple[str, str]] = set()  # methods and paths
         self.attempt = 0
 
     async def ask(self, verb: str, body: Any = None, *, method: str = "POST", key: str = "alice") -> Any:
         headers = {"X-API-Key": key, "X-Idempotency-Key": f"{self.attempt} {verb}"}
         content: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
         for _ in range(4):
+            self.asked.add((method, verb))
             reply = await self.http.request(method, verb, headers=headers, **content)
             self.check_memory()
             if reply.status_code < 500:
@@ -249,6 +252,11 @@ async def cancel(client: Client, state: State) -> None:
     assert b"was cancelled" in await client.wait(state["waits"])
 
 
+async def cancel_in_run(client: Client, state: State) -> None:
+    assert (await client.ask(f"/runs/{state['model']}/requests/2/cancel"))["cancelled"]
+    assert b"was cancelled" in await client.wait(state["waits"])
+
+
 async def working_session(client: Client, state: State) -> None:
     await model(client, state)
     await snapshot(client, state)
@@ -312,6 +320,7 @@ VERBS: dict[str, tuple[Part, Part]] = {
     "join_sampling_session": (sampler, join),
     "asample": (sampler, sample),
     "cancel_future": (waiting, cancel),
+    "cancel in a run": (waiting, cancel_in_run),
     "copy_weights": (saved, copy),
     "publish": (saved, publish),
     "unpublish": (published, unpublish),
@@ -365,6 +374,30 @@ async def test_a_write_that_fails_is_an_error_and_can_be_repeated(first: int, tm
             assert num_writes > 0, verb
             for failing in range(num_writes):
                 await attempt(client, verb, failing)
+
+
+WITHOUT_WRITES = {  # routes that keep nothing
+    "/api/v1/client/config", "/api/v1/client/dynamic_config", "/api/v1/telemetry", "/api/v1/session_heartbeat",
+    "/api/v1/get_info", "/api/v1/create_custom_loss", "/api/v1/retrieve_future", "/api/v1/retrieve_futures",
+    "/runs/{run}/evaluate", "/runs/{run}/compare",
+}  # fmt: skip
+
+
+async def test_every_route_that_writes_is_a_verb_of_these(tmp_path: Path) -> None:
+    async with opened(tmp_path / "data") as client:
+        for prepare, act in VERBS.values():
+            client.attempt += 1
+            state: State = {}
+            await prepare(client, state)
+            await act(client, state)
+        asked, paths = client.asked, make_app(client.service, Access([])).openapi()["paths"]
+    untried = {
+        path
+        for path, methods in paths.items()
+        for method in methods.keys() - {"get"}
+        if not any(verb.lower() == method and compile_path(path)[0].match(place) for verb, place in asked)
+    }
+    assert untried == WITHOUT_WRITES
 
 
 class SlowOutcome(FullDisk):

@@ -144,6 +144,27 @@ def test_records_reach_the_sink_of_their_model_and_sinks_make_room(tmp_path: Pat
     assert server.values["server/models"] == 2.0
 
 
+def test_a_model_that_ended_has_no_gauge_and_its_sink_is_closed_and_opened_again(tmp_path: Path) -> None:
+    opened: list[str] = []
+
+    def open_sink(source: TelemetrySource) -> MetricSink:
+        opened.append(source.name)
+        return JsonlSink(tmp_path / f"{source.name}.jsonl", stage=source.name)
+
+    def log(step: int) -> None:
+        source = TelemetrySource(name="a", owner="alice")
+        telemetry.log(MetricsRecord(source=source, step=step, values={"loss/total": 1.0}))
+
+    telemetry = Telemetry(open_sink)
+    log(1)
+    telemetry.end("a", "alice")
+    assert telemetry.gauges.families() == []
+    log(2)
+    telemetry.close()
+    assert opened == ["a", "a"]
+    assert [record.step for record in read_metrics(tmp_path / "a.jsonl")] == [1, 2]
+
+
 def test_a_sink_that_fails_costs_its_own_model_one_line(caplog: pytest.LogCaptureFixture) -> None:
     good = MemorySink()
 

@@ -138,6 +138,28 @@ def test_a_waiter_says_for_whom_it_waits_and_goes_on_when_the_holder_lets_go(
     assert "waiting up to 60 s" in said
 
 
+def test_a_holder_elsewhere_has_a_minute_and_many_beats_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the waiter's own monotonic clock, whatever the time of day says."""
+    assert folder_lock.STALE_S == 60.0
+    assert folder_lock.BEAT_S <= folder_lock.STALE_S / 10
+    (tmp_path / LOCK).mkdir()
+    write_claim(tmp_path, 1, replace(this_process(), host="far"))
+    now_s, waited = 1000.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+        waited.append(seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: now_s)
+        patch.setattr("time.time", lambda: 1e12 * len(waited))
+        patch.setattr("time.sleep", sleep)
+        number = folder_lock._acquire(tmp_path, this_process(), wait_s=0.0, stale_s=folder_lock.STALE_S)
+    assert number == 2
+    assert sum(waited) == pytest.approx(60.0, abs=1.0)
+
+
 def test_a_holder_on_another_host_is_alive_while_its_heart_beats(tmp_path: Path) -> None:
     with held_elsewhere(tmp_path, host="far") as first:
         with (

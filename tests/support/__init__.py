@@ -20,9 +20,11 @@ async_rollouts      A sampler that is moved token by token, and an executor over
 executor_sim        The executor on virtual time, with its invariants checked.
 ledger_machine      The ledger under every order of events.
 agent_programs      Agent programs, and samplers that keep what the engine saw.
+mcp_server          A real MCP server over HTTP.
 foreign/            Environments and tool servers as users of other packages write them.
 
 Of what looks at runs
+metrics_table       The figures of each loss, as docs/metrics.md says.
 made_up_run         A run folder with made-up numbers and episodes.
 rollout_files       Rollout files whose every number can be worked out by hand.
 chromium            A real browser.

@@ -33,6 +33,8 @@ class Disturbance:
     signals: Sequence[tuple[float, str, int, float]] = ()  # seconds, "self" or "worker", number, pause of a stop
     stop_s: float = 0.5
     pick: int = 0
+    lines: int = 0  # of metrics.jsonl: the seconds of signals count from when a run has so many
+    among: Sequence[str] = ()  # "worker" is a process below with one of these words in its command line; (): any
 
 
 UNDISTURBED = Disturbance()
@@ -93,6 +95,7 @@ class ChaosProcess:
             "signal": int(signal.SIGKILL), "fault": None if disturbed.fault is None else disturbed.fault.as_json(),
             "log": None if log is None else str(log), "signals": list(disturbed.signals), "stop_s": disturbed.stop_s,
             "deadline_s": deadline_s, "pick": disturbed.pick,
+            "among": list(disturbed.among), "lines": disturbed.lines,
         }  # fmt: skip
         assert self._process.stdin is not None
         print(json.dumps(request), file=self._process.stdin, flush=True)

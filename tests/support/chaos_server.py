@@ -3,7 +3,9 @@
 Reads one JSON object per line and answers with one. A request: "argv", "folder" (working directory), "output" (file for
 stdout and stderr), "points" and "signal" (as in forked_headrace.py), "fault" (a DiskFault or null) and "log" (a file or
 null) for the operations in "folder", "signals" ([[seconds, "self" or "worker", number, pause_s], ...]), "stop_s" (how
-long a process that stops itself stays stopped), "deadline_s", "pick" (chooses among workers). The answer: "code" as
+long a process that stops itself stays stopped), "deadline_s", "pick" (chooses among workers), "among" (words, one of
+which the command line of a worker has; []: every process below is one), "lines" (of metrics.jsonl of a run in the
+folder: seconds of signals count from then). The answer: "code" as
 `subprocess` has it, "hung", "seconds", "sent" (signals that found a process), and "operations" and "struck" of the disk
 unless the process was killed.
 """
@@ -79,7 +81,8 @@ def become(request: dict[str, Any], report: int) -> None:
 def follow(request: dict[str, Any], child: int, began: float) -> dict[str, Any]:
     """Send what is to be sent until the process has ended."""
     due = sorted(request["signals"])
-    sent, hung = 0, False
+    sent, hung, lines = 0, False, request["lines"]
+    since = None if lines else 0.0  # when signals began to count
     continued: list[tuple[float, int]] = []  # when, and whom
     while True:
         ended, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
@@ -99,9 +102,11 @@ def follow(request: dict[str, Any], child: int, began: float) -> dict[str, Any]:
         for when, pid in [item for item in continued if item[0] <= now]:
             continued.remove((when, pid))
             send(pid, signal.SIGCONT)
-        while due and due[0][0] <= now:
+        if since is None and num_metrics(request["folder"]) >= lines:
+            since = now
+        while due and since is not None and due[0][0] <= now - since:
             _, whom, number, pause_s = due[0]
-            pids = [child] if whom == "self" else descendants(child)
+            pids = [child] if whom == "self" else with_words(descendants(child), request["among"])
             if not pids:
                 break  # no worker yet
             due.pop(0)
@@ -116,12 +121,29 @@ def follow(request: dict[str, Any], child: int, began: float) -> dict[str, Any]:
         time.sleep(POLL_S)
 
 
+def num_metrics(folder: str) -> int:
+    """Count the records that runs in a folder have logged."""
+    return sum(file.read_bytes().count(b"\n") for file in Path(folder).glob("runs/*/metrics.jsonl"))
+
+
 def send(pid: int, number: int) -> int:
     try:
         os.kill(pid, number)
     except ProcessLookupError:
         return 0
     return 1
+
+
+def with_words(pids: list[int], words: list[str]) -> list[int]:
+    """Return the processes whose command line has one of the words; all of them without words."""
+    return [pid for pid in pids if not words or any(word in command_line(pid) for word in words)]
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def descendants(pid: int) -> list[int]:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.numpy import load
+
 from headrace.observe.sinks.jsonl import read_metrics, reproducible_bytes
 from support.chaos_process import ChaosProcess, Disturbance, Ended
 from support.chaos_table import Table
@@ -68,6 +70,25 @@ sources = [{ type = "env", name = "key_door", size = 9, seed = 5 }]
 [reward_model.optimizer]
 learning_rate = 3e-3
 """
+DISTILL = """
+[distill]
+steps = 2
+batch_size = 2
+max_turns = 2
+max_prompt_tokens = 64
+max_episode_tokens = 200
+teachers = [{ path = "TEACHER", tasks = { type = "env", name = "key_door", size = 5, seed = 2 } }]
+sampling = { max_tokens = 4 }
+optimizer = { learning_rate = 1e-2 }
+"""
+PREFERENCES = """
+[dpo]
+steps = 2
+batch_size = 2
+max_tokens = 240
+sources = [{ type = "env", name = "key_door", size = 5, seed = 5, options = { max_turns = 9 } }]
+optimizer = { learning_rate = 3e-3 }
+"""
 RL = """
 [rl]
 steps = 4
@@ -115,7 +136,9 @@ class Setup:
     sets: Sequence[str] = ()
     exact: bool = True
     sandboxed: bool = False
-    from_folder: bool = False  # starts from a model in start/, which an adapter's files name
+    roles: Sequence[str] = ()  # words in the command lines of the processes besides the coordinator, if it has such
+    survives: bool = True  # the loss of one of them; else the run ends with a sentence, to be resumed
+    from_folder: bool = False  # starts from a folder that all tries share: an adapter's files name it by its whole path
 
     @property
     def arguments(self) -> list[str]:
@@ -129,7 +152,8 @@ SETUPS = {
         text=MODEL + SFT + REWARD_MODEL + RL,
         sets=("rl.loss=ppo + reference_kl_k3", 'rl.rewards=[{fn="reward_model"}, {fn="reward.py:score"}]'),
     ),
-    "LoRA": Setup(text=MODEL + RL, sets=("model.path=start", "model.lora={rank=4, alpha=8.0}"), from_folder=True),
+    "sft, distill, dpo, rl": Setup(text=MODEL + SFT + DISTILL + PREFERENCES + RL),
+    "LoRA": Setup(text=MODEL + RL, sets=("model.lora={rank=4, alpha=8.0}",), from_folder=True),
     "critic": Setup(text=MODEL + RL, sets=("rl.algorithm=ppo", "rl.critic.optimizer.learning_rate=1e-2")),
     "async, virtual clock": Setup(
         text=MODEL + RL,
@@ -148,6 +172,26 @@ SETUPS = {
 }
 
 
+RAY_WORKERS = ("cluster.address=local", "cluster.rollout_workers=2", "cluster.reward_workers=1")
+ROLES = {
+    "engine processes": Setup(text=MODEL + RL, sets=("cluster.engine_replicas=2",), roles=("host_process",)),
+    "ranks": Setup(
+        text=MODEL + RL, sets=("cluster.ranks=2", "cluster.deadline_s=200"), roles=("rank_process",), survives=False
+    ),
+    "Ray workers": Setup(
+        text=MODEL + RL,
+        sets=(
+            *RAY_WORKERS,
+            "cluster.reference_workers=1",
+            "cluster.deadline_s=300",
+            "rl.loss=ppo + reference_kl_k3",
+            "rl.loss_params={kl_coef=0.1}",
+        ),
+        roles=("ray::RolloutWorker", "ray::RewardWorker", "ray::ReferenceWorker"),
+    ),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reference:
     """The undisturbed run of a setup: its folder, its time, and how often it touches the disk."""
@@ -162,11 +206,15 @@ class Reference:
 def prepare(folder: Path, setup: Setup, start: Path | None = None) -> Path:
     """Make a working folder with everything that the configuration names."""
     folder.mkdir(parents=True)
-    (folder / "run.toml").write_text(setup.text)
-    (folder / "reward.py").write_text(REWARD)
+    text = setup.text
     if setup.from_folder:
         assert start is not None
-        shutil.copytree(start, folder / "start")
+        text = text.replace('path = "tiny"', f'path = "{start}"')
+    if "TEACHER" in text:
+        assert start is not None
+        text = text.replace("TEACHER", str(start))
+    (folder / "run.toml").write_text(text)
+    (folder / "reward.py").write_text(REWARD)
     return folder
 
 
@@ -217,9 +265,9 @@ def _at_step(_: Reference, luck: random.Random) -> Disturbance:
     return Disturbance(points=[(place, luck.randint(1, PLACES[place]))])
 
 
-def _in_time(number: int) -> Chooser:
+def _in_time(number: int, *, latest: float = 1.0) -> Chooser:
     def choose(reference: Reference, luck: random.Random) -> Disturbance:
-        when = luck.uniform(0.0, reference.seconds)
+        when = luck.uniform(0.0, latest * reference.seconds)
         return Disturbance(signals=[(when, "self", number, luck.uniform(0.1, 1.0))], stop_s=0.3)
 
     return choose
@@ -230,6 +278,18 @@ def _workers(number: int) -> Chooser:
         times = [luck.uniform(0.2, 1.0) * reference.seconds for _ in range(luck.randint(1, 3))]
         signals = [(when, "worker", number, luck.uniform(0.1, 0.8)) for when in times]
         return Disturbance(signals=signals, pick=luck.randint(0, 9))
+
+    return choose
+
+
+def _role(number: int) -> Chooser:
+    """Disturb a process of a role while the run trains; one time in four at any moment, which is mostly its start."""
+
+    def choose(reference: Reference, luck: random.Random) -> Disturbance:
+        lines = luck.choice([0, 1, 2, 3])
+        when = luck.uniform(0.0, 0.3) if lines else luck.uniform(0.2, 0.8) * reference.seconds
+        signals = [(when, "worker", number, luck.uniform(0.1, 0.8))]
+        return Disturbance(signals=signals, pick=luck.randint(0, 9), among=reference.setup.roles, lines=lines)
 
     return choose
 
@@ -252,10 +312,24 @@ WORKER_FAULTS: dict[str, Chooser] = {
     "sandbox killed": _workers(signal.SIGKILL),
     "sandbox stopped and continued": _workers(signal.SIGSTOP),
 }
-HARMLESS = ("slow disk", "clock set back", "clock set forward", "stopped and continued", *WORKER_FAULTS)
+ROLE_FAULTS: dict[str, Chooser] = {
+    "role killed": _role(signal.SIGKILL),
+    "role stopped and continued": _role(signal.SIGSTOP),
+    "coordinator killed": _in_time(signal.SIGKILL, latest=0.7),
+}
+HARMLESS = (
+    "role stopped and continued",
+    "slow disk",
+    "clock set back",
+    "clock set forward",
+    "stopped and continued",
+    *WORKER_FAULTS,
+)
 
 
 def faults_of(setup: Setup) -> dict[str, Chooser]:
+    if setup.roles:
+        return ROLE_FAULTS
     return {**FAULTS, **(WORKER_FAULTS if setup.sandboxed else {})}
 
 
@@ -300,7 +374,8 @@ def attempt(
             if ended.code == 0:
                 break
             if not ended.killed:
-                if fault in HARMLESS:
+                starts = "ended before it was ready" in ended.last_line  # the loss of a role at the start is told
+                if fault in HARMLESS or (fault == "role killed" and setup.survives and not starts):
                     raise LostError(f"a harmless fault ended the run: {ended.last_line}")
                 refused += 1
             again = ["--resume"] if has_run(folder / "work") else []
@@ -339,7 +414,22 @@ def contents(run: Path) -> dict[str, bytes]:
     found = {
         name: text.replace(named, b'"run":""') if name.startswith("rollouts/") else text for name, text in found.items()
     }
-    return found | {"metrics.jsonl": reproducible_bytes(run / "metrics.jsonl")}
+    return _tensors_of_shards(found) | {"metrics.jsonl": reproducible_bytes(run / "metrics.jsonl")}
+
+
+def _tensors_of_shards(files: dict[str, bytes]) -> dict[str, bytes]:
+    """Put the tensors of the shards of ranks in place of the files, and leave the manifests with their digests out.
+
+    The headers of the files are in no fixed order, and what all ranks have alike is written by any one of them.
+    """
+    shards = {name for name in files if "/shards/" in name and name.endswith(".safetensors")}
+    sharded = {name.partition("/shards/")[0] + "/manifest.json" for name in shards}
+    parts: dict[str, list[bytes]] = {}
+    for shard in sorted(shards):
+        for name, tensor in load(files[shard]).items():
+            parts.setdefault(f"{shard.rpartition('/')[0]} {name}", []).append(tensor.tobytes())
+    tensors = {name: b"|".join(sorted(each)) for name, each in parts.items()}
+    return {name: text for name, text in files.items() if name not in shards | sharded} | tensors
 
 
 def compare(reference: Reference, run: Path, *, exact: bool) -> None:

@@ -66,13 +66,15 @@ class Tab:
                 return result
         raise TimeoutError(method)
 
-    def open(self, page: Path, *, width: int = 1400, height: int = 1000, dark: bool = False, address: str = "") -> None:
-        """Load the page and wait until its script has run and all that it asks for has come, or was refused."""
+    def open(
+        self, page: Path | str, *, width: int = 1400, height: int = 1000, dark: bool = False, address: str = ""
+    ) -> None:
+        """Load the page, a file or a URL; wait until its script has run and all that it asks for has come or failed."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.call("Page.navigate", url="about:blank")
-        self.call("Page.navigate", url=page.as_uri() + address)
+        self.call("Page.navigate", url=(page if isinstance(page, str) else page.as_uri()) + address)
         deadline_s = time.monotonic() + 60
         while self.ask("document.readyState == 'complete' && document.documentElement.dataset.ready") != "yes":
             assert time.monotonic() < deadline_s, "the page's own script did not run, or a picture never came"

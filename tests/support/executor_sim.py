@@ -18,7 +18,7 @@ import numpy as np
 from headrace.algo.datum import to_data
 from headrace.algo.staleness import drop_older_tokens
 from headrace.errors import EpisodeError
-from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.executor import ExecutorParts, RolloutExecutor
 from headrace.rollout.executor.settings import AsyncSettings, StaleAction
 from headrace.rollout.filters import Reject
 from headrace.rollout.partial_rollout import PartialRollouts
@@ -116,7 +116,7 @@ class ExecutorSim:
             settings=self.settings,
             publisher=Publisher([self.sampler]),
             filters=[not_wanted],
-            limits=[lambda counts: 50],  # of a user: never in the way, so it may change nothing
+            parts=ExecutorParts(limits=[lambda counts: 50]),  # of a user: never in the way, so it may change nothing
             partial_rollouts=self.partial_rollouts,
             cursor=lambda: {"drawn": self.drawn},
         )

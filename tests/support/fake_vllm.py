@@ -7,16 +7,21 @@ transformers it loads that model instead.
 
 import asyncio
 import contextlib
+import copy
+import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +31,7 @@ from headrace.types import FloatArray, IntArray, float_array
 
 VOCABULARY, WIDTH, BLOCK = 32, 8, 128
 CONTEXT = 256
+MEET = timedelta(seconds=120)
 
 
 @dataclass
@@ -35,10 +41,14 @@ class Faults:
     ignores_adapters: bool = False  # requests that name an adapter are answered by the base
     keeps_head: bool = False  # a reload replaces the embedding and not the head
     keeps_prefixes: bool = False  # /reset_prefix_cache drops nothing, and says that it did
+    hides_head: bool = False  # /weight_checker hashes nothing of the head, as vLLM on CPU of linear layers
+    without_extension: bool = False  # started without our worker extension
+    fails_in_update: bool = False  # a worker fails while it receives tensors
     aborts_nothing: bool = False  # /pause?mode=abort answers, and requests go on
     raw_logprobs: bool = False  # started without --logprobs-mode processed_logprobs
     dies_after: int | None = None  # tokens; then every connection is closed
     dead: bool = False
+    never_sleeps: bool = False  # /sleep answers, and nothing happens
 
 
 class TrainerTable:
@@ -66,6 +76,9 @@ class TrainerTable:
     @property
     def fingerprint(self) -> str:
         return f"table-{self.num_updates}"
+
+    async def copy(self) -> tuple[dict[str, torch.Tensor], str]:
+        return {"embed": torch.tensor(self.embed), "head": torch.tensor(self.head)}, self.fingerprint
 
     async def write(self, folder: Path) -> str:
         save_file({"embed": self.embed, "head": self.head}, folder / "model.safetensors")
@@ -102,30 +115,77 @@ class FakeVllm:
     log: list[str] = field(default_factory=list)  # routes that were called
     requests: list[dict[str, Any]] = field(default_factory=list)  # bodies of generate
     running: int = 0
+    asleep: set[str] = field(default_factory=set)  # parts of the memory that are free
+    misuses: list[str] = field(default_factory=list)  # what was asked of it without that memory
     network: Any = None  # in place of the table, once a folder of transformers was loaded
+    group: Any = None  # the process group with the trainer
+    received: dict[str, Any] | None = None  # tensors of an update that has begun
+    num_updates: int = 0  # requests that brought tensors
 
     def __post_init__(self) -> None:
         self.resumed.set()
 
     def logits(self, name: str, tokens: Sequence[int]) -> Any:
         """The logits after each of the tokens."""
+        if self.asleep:
+            self.misuses.append(f"computing without {self.asleep}")
         if self.network is not None:
+            network = self.adapters.get(name, self.network)
             with torch.inference_mode():
-                return self.network(torch.tensor([list(tokens)])).logits[0].float().numpy()
+                return network(torch.tensor([list(tokens)])).logits[0].float().numpy()
         table = self.embed @ self.head
         if name in self.adapters and not self.faults.ignores_adapters:
             table = table + self.adapters[name]
         return table[list(tokens)]
 
+    def sleep(self, level: int) -> None:
+        self.resumed.clear()
+        self.aborts += 1
+        self.prefixes.clear()
+        self.asleep = {"weights", "kv_cache"}
+        if level == 2:  # the weights are lost
+            self.embed, self.head, self.network = np.zeros_like(self.embed), np.zeros_like(self.head), None
+
     def reload(self, folder: Path) -> None:
+        if "weights" in self.asleep:
+            self.misuses.append("loading weights without memory for them")
         if (folder / "config.json").is_file():  # a model of transformers
             with MODEL_CONSTRUCTION:  # several servers, and the run itself, may be in this process
                 self.network = AutoModelForCausalLM.from_pretrained(folder)
             return
-        weights = load_file(folder / "model.safetensors")
+        self.take(load_file(folder / "model.safetensors"))
+
+    def take(self, weights: dict[str, Any]) -> None:
+        """Replace the weights, as far as the faults allow."""
         self.embed = weights["embed"]
         if not self.faults.keeps_head:
             self.head = weights["head"]
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        if self.network is not None:
+            self.adapters[name] = PeftModel.from_pretrained(copy.deepcopy(self.network), folder)
+        else:
+            self.adapters[name] = load_file(folder / "adapter_model.safetensors")["adapter"]
+
+    def join(self, info: dict[str, Any]) -> None:
+        store = dist.TCPStore(info["host"], info["port"], info["num_ranks"], False, MEET, wait_for_workers=False)
+        self.group = dist.ProcessGroupGloo(dist.PrefixStore(info["name"], store), 1, info["num_ranks"], MEET)
+
+    def receive(self, info: dict[str, Any]) -> None:
+        assert self.received is not None
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            if self.faults.fails_in_update:
+                raise ConnectionError("the worker failed")
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            self.group.broadcast([tensor], dist.BroadcastOptions()).wait()
+            self.received[name] = tensor.numpy()
+        self.num_updates += 1
+
+    def checksums(self) -> dict[str, str]:
+        if self.network is not None:
+            return {}
+        held = {"embed": self.embed.tobytes(), "head": b"" if self.faults.hides_head else self.head.tobytes()}
+        return {f"dp0:pp0:pcp0:tp0:{name}": hashlib.sha256(data).hexdigest() for name, data in held.items()}
 
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield one choice for each token, as a stream does."""
@@ -248,8 +308,28 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
             state.aborts += 1
         return {"status": "paused"}
 
+    @app.post("/sleep")
+    async def sleep(level: int = 1, mode: str = "abort") -> Any:
+        if not state.faults.never_sleeps:
+            state.sleep(level)
+        return {"status": "sleeping", "level": level}
+
+    @app.post("/wake_up")
+    async def wake_up(request: Request) -> Any:
+        tags = request.query_params.getlist("tags")
+        state.asleep -= set(tags or ["weights", "kv_cache"])
+        if not state.asleep:
+            state.resumed.set()
+        return {"status": "sleeping" if state.asleep else "awake", "tags": tags or None}
+
+    @app.get("/is_sleeping")
+    async def is_sleeping() -> Any:
+        return {"is_sleeping": bool(state.asleep) or not state.resumed.is_set()}
+
     @app.post("/resume")
     async def resume() -> Any:
+        if state.asleep:
+            state.misuses.append("resuming while asleep")
         state.resumed.set()
         return {"status": "resumed"}
 
@@ -281,8 +361,7 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
         body = await request.json()
         if body["lora_name"] in state.adapters:
             return JSONResponse({"error": {"message": "has already been loaded."}}, 400)
-        folder = Path(body["lora_path"])
-        state.adapters[body["lora_name"]] = load_file(folder / "adapter_model.safetensors")["adapter"]
+        state.load_adapter(body["lora_name"], Path(body["lora_path"]))
         return PlainTextResponse(f"Success: LoRA adapter '{body['lora_name']}' added successfully.")
 
     @app.post("/v1/unload_lora_adapter")
@@ -295,7 +374,45 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
 
     @app.post("/weight_checker")
     async def weight_checker() -> Any:
-        return {"checksums": {"model.embed_tokens.weight": f"{float(state.embed.sum()):.6f}"}}
+        return {"checksums": state.checksums()}
+
+    @app.get("/get_world_size")
+    async def get_world_size(include_dp: bool = True) -> Any:
+        return {"world_size": 1}
+
+    @app.post("/init_weight_transfer_engine")
+    async def init_weight_transfer_engine(request: Request) -> Any:
+        if state.faults.without_extension:
+            text = "Weight transfer not configured. Please set weight_transfer_config to enable weight transfer."
+            return JSONResponse({"error": {"message": text, "code": 500}}, 500)
+        await asyncio.to_thread(state.join, (await request.json())["init_info"])
+        return {"message": "Weight transfer initialized"}
+
+    @app.post("/start_weight_update")
+    async def start_weight_update() -> Any:
+        state.received = {}
+        return {"message": "Weight update started"}
+
+    @app.post("/update_weights")
+    async def update_weights(request: Request) -> Any:
+        try:
+            await asyncio.to_thread(state.receive, (await request.json())["update_info"])
+        except (ConnectionError, RuntimeError) as exc:
+            return JSONResponse({"error": {"message": str(exc), "code": 500}}, 500)
+        return {"message": "Weights updated"}
+
+    @app.post("/finish_weight_update")
+    async def finish_weight_update(request: Request) -> Any:
+        assert state.received is not None
+        state.take(state.received)
+        state.received = None
+        state.version = (await request.json())["weight_version"]
+        return {"message": "Weight update finished"}
+
+    @app.post("/shutdown_weight_transfer_engine")
+    async def shutdown_weight_transfer_engine() -> Any:
+        state.group = None
+        return {"message": "Weight transfer shut down"}
 
     return app
 

@@ -16,6 +16,7 @@ from headrace.train.fsdp.backend import FsdpBackend
 from headrace.train.fsdp.rank_backend import BackendOptions, Model
 from headrace.train.fsdp.ranks import Ranks
 from headrace.train.torch_backend import TorchBackend
+from support.model_variants import make
 
 VOCABULARY, WIDTH, CONTEXT = 32, 16, 256
 DEADLINE_S = 120.0  # of ranks in tests; the machine may be busy
@@ -49,6 +50,7 @@ def build_model(
     recompute: bool = False,
     head: str = "policy",  # or "scalar", or "both"
     seed: int = 0,
+    variant: str = "",  # of `model_variants`, in place of a Llama
 ) -> Model:
     """A Llama of a few thousand parameters, the same on every rank; nothing that is trained is zero."""
     torch.manual_seed(seed)
@@ -67,7 +69,8 @@ def build_model(
     )
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w2"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", unk_token="w2")
-    lm = prepare(LlamaForCausalLM(config).to(dtype), tokenizer, source="tiny")
+    model = make(variant, vocab_size=VOCABULARY) if variant else LlamaForCausalLM(config)
+    lm = prepare(model.to(dtype), tokenizer, source="tiny")
     if head == "scalar":
         lm = with_scalar_head(lm)
         _fill(lm.model.score)

@@ -1,6 +1,6 @@
 """Every implementation of every protocol that the contract tests run against; a new one is added here and only here."""
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from headrace.service.client import ServiceBackend, ServiceSampler
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import IntArray, SharedWeights, WeightsHandle, int_array
+from support.engine_replicas import open_engines
 from support.fsdp import contract_backend
 from support.served_model import remote_model, remote_service
 from support.server_samplers import open_fleet
@@ -67,7 +68,9 @@ class SamplerCase:
 
     `open` gives it at version 0 and idle. It must take prompts of token ids below VOCABULARY and sequences of CONTEXT
     tokens, and refuse `oversized` as a prompt. `handle` makes weights that it can load. `batched`: open calls
-    advance together. `random`: different seeds give different tokens.
+    advance together. `random`: different seeds give different tokens. `long`: tokens of a call that is still open when
+    a test comes to interrupt it. `begun`: waits until so many open calls have sampled tokens, where calls that advance
+    together do not show it by themselves.
     """
 
     name: str
@@ -76,6 +79,8 @@ class SamplerCase:
     handle: Callable[[Sampler], WeightsHandle] = lambda sampler: SharedWeights(fingerprint="0123")
     batched: bool = True
     random: bool = True
+    long: int = 200
+    begun: Callable[[Sampler, int], Awaitable[None]] | None = None
 
 
 @asynccontextmanager
@@ -137,14 +142,30 @@ def _table_weights(sampler: Sampler) -> WeightsHandle:
     return SharedWeights(fingerprint="table-0")
 
 
+@asynccontextmanager
+async def _engine_replicas(*, processes: bool = False) -> AsyncIterator[Sampler]:
+    async with open_engines(tiny_model, processes=processes) as opened:
+        yield opened.sampler
+
+
 TOO_LONG = int_array([3] * (CONTEXT + 1))
 
-SAMPLERS: Sequence[SamplerCase] = (
+SAMPLERS: Sequence[Any] = (  # cases, slow ones as parameters
     SamplerCase(name="fake", open=_fake_sampler, oversized=TOO_LONG, random=False),
     SamplerCase(name="embedded", open=_embedded_engine, oversized=TOO_LONG, handle=_own_weights),
     SamplerCase(name="generate", open=_generate_sampler, oversized=TOO_LONG, handle=_tiny_weights, batched=False),
     SamplerCase(name="service", open=_service_sampler, oversized=TOO_LONG, handle=_snapshot, batched=False),
     SamplerCase(name="vllm-fake", open=_vllm_sampler, oversized=TOO_LONG, handle=_table_weights),
+    SamplerCase(name="engine-replicas", open=_engine_replicas, oversized=TOO_LONG, handle=_tiny_weights),
+    pytest.param(
+        SamplerCase(
+            name="engine-processes",
+            open=partial(_engine_replicas, processes=True),
+            oversized=TOO_LONG,
+            handle=_tiny_weights,
+        ),
+        marks=pytest.mark.slow,
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +16,20 @@ from headrace.infer.servers.launch import LaunchedServer, ServerOptions, free_po
 from headrace.infer.servers.proof import Prover, probe_sequences, trainer_score
 from headrace.infer.servers.replicas import Replica, ReplicaLimits, ReplicaSampler
 from headrace.infer.servers.server_sampler import SampledModel, ServerSampler
+from headrace.infer.servers.transfer.buckets import BUCKET_BYTES
+from headrace.infer.servers.transfer.senders import BroadcastSender, FolderSender, WeightSender
 from headrace.infer.servers.vllm import VllmApi
-from headrace.infer.servers.weight_sync import WeightSync, write_adapter, write_model
+from headrace.infer.servers.weight_sync import WeightSync, copy_model, write_adapter, write_model
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, Datum, WeightsHandle, float_array, int_array
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", "")
-VOCABULARY, CONTEXT = 32, 256
+VOCABULARY, CONTEXT = 32, 2048
+# Tokens of a call that a test interrupts. The model is deep, so that a token takes the engine several times as long as
+# it takes the server's HTTP process to send it: a faster engine has sampled all of them before a client sees the first.
+LONG = 1900
 
 
 def servable_model(*, lora_rank: int = 0, tied: bool = False, seed: int = 0) -> LanguageModel:
@@ -34,7 +39,7 @@ def servable_model(*, lora_rank: int = 0, tied: bool = False, seed: int = 0) -> 
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=32,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=CONTEXT,
@@ -54,21 +59,27 @@ def servable_model(*, lora_rank: int = 0, tied: bool = False, seed: int = 0) -> 
 
 
 @contextmanager
-def launched(count: int, folder: Path, logs: Path, *, lora_rank: int = 8) -> Iterator[list[LaunchedServer]]:
-    """Start servers that begin with the model of a folder, and stop them."""
-    options = ServerOptions(
-        python=PYTHON, model=folder, context=CONTEXT, dtype="float32", on_cpu=True, lora_rank=lora_rank
-    )
+def launched(folder: Path, logs: Path, *, lora_ranks: Sequence[int] = (0,)) -> Iterator[list[LaunchedServer]]:
+    """Start a server for each rank of adapters (0: none), all with the model of a folder, and stop them."""
     with ExitStack() as opened:
         servers = []
-        for number in range(count):
+        for number, rank in enumerate(lora_ranks):
+            options = ServerOptions(
+                python=PYTHON,
+                model=folder,
+                context=CONTEXT,
+                dtype="float32",
+                on_cpu=True,
+                lora_rank=rank,
+                takes_tensors=True,
+            )
             port = free_port()
             server = LaunchedServer(
-                lambda port=port: vllm_command(options, port),  # type: ignore[misc]
+                lambda options=options, port=port: vllm_command(options, port),  # type: ignore[misc]
                 port,
                 environment=server_environment(options),
                 log=logs / f"vllm_{number}.log",
-                start_s=600.0,
+                start_s=900.0,
             )
             opened.callback(server.stop)
             server.start()
@@ -76,6 +87,16 @@ def launched(count: int, folder: Path, logs: Path, *, lora_rank: int = 8) -> Ite
         for server in servers:
             server.wait_ready()
         yield servers
+
+
+async def sampling(sampler: ReplicaSampler, *, calls: int = 1, tokens: int = 1) -> None:
+    """Wait until so many open calls have so many tokens each."""
+    async with asyncio.timeout(120):
+        while (  # noqa: ASYNC110
+            sum(len(stream.tokens) >= tokens for replica in sampler.usable for stream in replica.sampler.open_streams)
+            < calls
+        ):
+            await asyncio.sleep(0.001)
 
 
 @dataclass
@@ -114,6 +135,8 @@ async def trained(
     hold: bool = False,
     temperature: float = 1.0,
     limits: ReplicaLimits | None = None,
+    broadcast: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> AsyncIterator[Trained]:
     """A trainer over servers that run, brought to its weights as version 0."""
     backend = TorchBackend(lm or servable_model(lora_rank=4 if lora else 0), micro_batch_tokens=512)
@@ -126,15 +149,23 @@ async def trained(
     async def write_base(folder: Path) -> str:
         return await asyncio.wrap_future(backend.worker.submit(lambda: write_model(lm, folder, base_only=True)))
 
+    async def copy() -> tuple[Mapping[str, torch.Tensor], str]:
+        return await asyncio.wrap_future(backend.worker.submit(lambda: copy_model(lm)))
+
+    def sender() -> WeightSender:
+        return BroadcastSender(lm.device, bucket_bytes=bucket_bytes) if broadcast else FolderSender()
+
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
-        sync = WeightSync(Path(root), write, write_base=write_base if lora else None)
+        sync = WeightSync(Path(root), write, write_base=write_base if lora else None, copy=copy if broadcast else None)
         prover = Prover(trainer_score(backend), probe_sequences(lm.vocabulary, CONTEXT), temperature=temperature)
         model = SampledModel(
             context=CONTEXT, vocabulary=lm.vocabulary, eos_tokens=lm.eos_tokens, tokenizer=lm.tokenizer
         )
         replicas = [
             Replica(
-                ServerSampler(VllmApi(server.url), model, sync=sync, prover=prover, hold_in_flight=hold),
+                ServerSampler(
+                    VllmApi(server.url), model, sync=sync, prover=prover, hold_in_flight=hold, sender=sender()
+                ),
                 lambda server=server: asyncio.to_thread(server.restart),  # type: ignore[misc]
             )
             for server in servers

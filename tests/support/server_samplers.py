@@ -6,9 +6,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from headrace.infer.servers.proof import Prover, probe_sequences
 from headrace.infer.servers.replicas import Replica, ReplicaLimits, ReplicaSampler
 from headrace.infer.servers.server_sampler import SampledModel, ServerSampler
+from headrace.infer.servers.transfer.senders import BroadcastSender
 from headrace.infer.servers.vllm import VllmApi
 from headrace.infer.servers.weight_sync import WeightSync
 from headrace.types import SharedWeights
@@ -39,17 +42,30 @@ async def open_fleet(
     temperature: float = 1.0,
     start: bool = True,
     limits: ReplicaLimits = QUICK,
+    broadcast: bool = False,
+    lent: bool = False,  # other processes get the arguments of `MakeAccess`
 ) -> AsyncIterator[Fleet]:
     trainer = TrainerTable()
     async with AsyncExitStack() as opened:
         root = Path(opened.enter_context(tempfile.TemporaryDirectory()))
         servers = [opened.enter_context(fake_vllm()) for _ in range(count)]
         write = trainer.write_adapter if lora else trainer.write
-        sync = WeightSync(root, write, write_base=trainer.write if lora else None)
+        sync = WeightSync(
+            root, write, write_base=trainer.write if lora else None, copy=trainer.copy if broadcast else None
+        )
         prover = Prover(trainer.score, probe_sequences(VOCABULARY, CONTEXT), temperature=temperature)
         model = SampledModel(context=CONTEXT, vocabulary=VOCABULARY, eos_tokens=(1,))
         samplers = [
-            ServerSampler(VllmApi(url), model, sync=sync, prover=prover, hold_in_flight=hold) for url, _ in servers
+            ServerSampler(
+                VllmApi(url),
+                model,
+                sync=sync,
+                prover=prover,
+                hold_in_flight=hold,
+                sender=BroadcastSender(torch.device("cpu"), bucket_bytes=100, join_s=120.0) if broadcast else None,
+                make_access=(lambda *held: held) if lent else None,
+            )
+            for url, _ in servers
         ]
         sampler = ReplicaSampler([Replica(one) for one in samplers], sync, limits=limits)
         opened.push_async_callback(sampler.close)

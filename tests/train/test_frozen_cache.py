@@ -100,3 +100,22 @@ def test_many_threads_load_a_model_once_and_get_its_numbers() -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: fresh.score("3", data()), range(8)))
     assert loads == ["3"]
+
+
+def test_nobody_waits_for_ever_for_a_model_that_another_caller_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.train.frozen_cache.LOAD_S", 0.05)
+    loading, goes_on = threading.Event(), threading.Event()
+
+    def hanging(name: str) -> LanguageModel:
+        loading.set()
+        goes_on.wait(100)
+        return make(name)
+
+    references = ReferenceModels(hanging)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(references.score, "1", data())
+        assert loading.wait(100)
+        with pytest.raises(ModelError, match=r"still not loaded after 0\.05 s"):
+            references.score("1", data())
+        goes_on.set()
+        assert len(first.result(100)) == 1

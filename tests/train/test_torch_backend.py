@@ -34,6 +34,7 @@ from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, prepare, recompute_layers
 from headrace.model.lora import add_lora
 from headrace.model.tiny import make_model, make_tokenizer, save_tiny
+from headrace.train import torch_backend
 from headrace.train.torch_backend import TorchBackend, create_backend
 from headrace.types import CROSS_ENTROPY, Adam, Datum, DiscardGradient, LossSpec, SharedWeights, float_array, int_array
 
@@ -640,6 +641,35 @@ def test_a_saved_folder_is_a_hugging_face_model_and_its_adapter_pefts(kind: str,
             adapted = PeftModel.from_pretrained(base, tmp_path / "state" / "adapter").eval()
             assert torch.allclose(adapted(input_ids=TOKENS[None]).logits[0], ours, rtol=1e-5, atol=1e-5)
     assert lm.model.config.tie_word_embeddings == ("untied" not in kind)
+
+
+def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is the state before the steps, and a second save waits for the first."""
+    may_write, plain = threading.Event(), torch_backend.write_copy
+
+    def write_copy(folder: Path, *others: Any) -> None:
+        assert may_write.wait(60)
+        plain(folder, *others)
+
+    with backend_of(lora_model()) as backend, backend_of(lora_model()) as other:
+        for one in (backend, other):
+            train(one, [1])
+        before = state_bytes(other, tmp_path / "before")
+        monkeypatch.setattr(torch_backend, "write_copy", write_copy)
+        first = backend.save_state(tmp_path / "first")
+        train(backend, [2])
+        assert not first.done()
+        second = backend.save_state(tmp_path / "second")
+        behind = backend.forward(DATA, CROSS_ENTROPY)
+        may_write.set()
+        get(behind)
+        assert first.done()
+        get(second)
+        train(other, [2])
+        after = state_bytes(other, tmp_path / "after")
+    for name, expected in (("first", before), ("second", after)):
+        written = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.is_file()}
+        assert written == expected
 
 
 def test_states_of_other_models_are_refused_and_nothing_is_touched(tmp_path: Path) -> None:

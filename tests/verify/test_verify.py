@@ -1,5 +1,6 @@
 """`verify` can fail: each property is broken on purpose, and it is that one which is found out."""
 
+import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ from headrace.infer.determinism_check import CheckResult, check_bit_equality
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model import attention
 from headrace.model.load import LanguageModel, prepare
+from headrace.model.lora import LoraLinear
 from headrace.model.tiny import make_model, make_tokenizer
 from headrace.render import Rendered, Renderer
 from headrace.train.torch_backend import TorchBackend, make_optimizer
@@ -46,6 +48,7 @@ from headrace.verify.property_result import Figure, PropertyResult, failures, ro
 from headrace.verify.reference import Gradient, ReferenceForward
 from headrace.verify.resume_check import relative_difference
 from headrace.verify.subject import VerifySubject
+from support.model_variants import VARIANTS, make
 from support.paths import DOCS
 
 
@@ -70,7 +73,7 @@ def test_every_property_holds(parts: VerifySubject) -> None:
     proofs = list(verify(replace(parts, check_bits=check_bit_equality)))
     assert failures(proofs) == ()
     names = [proof.name for proof in proofs]
-    assert len(set(names)) == len(names) == 11
+    assert len(set(names)) == len(names) == 12
     explained = (DOCS / "verify.md").read_text()
     assert [name for name in names if f"**{name}**" not in explained] == []
     assert set(CHECKS) - set(names) == {"gradients"}  # which is five checks
@@ -125,6 +128,57 @@ def test_attention_that_leaks_into_the_next_sequence(parts: VerifySubject, monke
     monkeypatch.setattr(attention, "_packed", leaky)
     packed = {"packing changes nothing", "the first step is on policy", "sampler and trainer agree"}
     assert set(failed(parts)) == packed  # the last two compare rows of several sequences with the sampler
+
+
+def test_adapters_that_are_scaled_otherwise_than_merged_ones(
+    parts: VerifySubject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = LoraLinear.update
+
+    def wrong(layer: LoraLinear, x: Tensor) -> Tensor | None:
+        update = right(layer, x)
+        return None if update is None else 1.01 * update
+
+    monkeypatch.setattr(LoraLinear, "update", wrong)
+    assert failed(parts) == ("adapters are merged weights",)
+
+
+class ForgetsALayer(TorchBackend):
+    """Doubles the gradient of one matrix."""
+
+    def gradients(self) -> "Future[dict[str, Tensor]]":
+        gradients = super().gradients().result()
+        name = next(name for name in gradients if name.endswith("layers.1.mlp.up_proj.weight"))
+        done: Future[dict[str, Tensor]] = Future()
+        done.set_result({**gradients, name: 2 * gradients[name]})
+        return done
+
+
+def test_the_details_say_where_the_error_is(parts: VerifySubject) -> None:
+    wrong = {
+        result.name: result.detail for result in verify(replace(parts, make_trainer=ForgetsALayer)) if not result.ok
+    }
+    assert "100 % of the squared difference is in the gradient of" in wrong["loss and gradient are right"]
+    assert wrong["loss and gradient are right"].endswith("model.layers.1.mlp.up_proj.weight")
+    apart = {result.name: result.detail for result in verify(replace(parts, make_engine=Imprecise)) if not result.ok}
+    assert re.search(r"apart most at position \d+ of request \d+, whose prompt", apart["sampler and trainer agree"])
+
+
+# one whose laws all differ from Llama's; the others take a second each
+TYPES = [
+    pytest.param(variant, marks=[] if variant in ("gemma3_text", "gpt2") else pytest.mark.slow) for variant in VARIANTS
+]
+
+
+@pytest.mark.parametrize("variant", TYPES)
+def test_every_property_holds_for_every_supported_type(variant: str) -> None:
+    tokenizer = make_tokenizer(ENVIRONMENTS["key_door"].vocabulary())
+    longer = "original_max_position_embeddings" if "long positions" in variant else "max_position_embeddings"
+    model = make(variant, vocab_size=len(tokenizer), **{longer: 512})
+    parts = wiring.verify_parts(prepare(model, tokenizer, source=variant))
+    if variant in ("gemma3_text", "gpt2"):
+        parts = replace(parts, check_bits=lambda lm: CheckResult(changed=0, detail="not looked at"))
+    assert [(result.name, result.detail) for result in verify(parts) if not result.ok] == []
 
 
 class MeanOverTheCall(TorchBackend):

@@ -113,6 +113,24 @@ def check_server() -> None:
     print("ok: headrace serve", flush=True)
 
 
+def check_dashboard() -> None:
+    """Start `headrace dashboard` over the run, ask for its page, files and runs, and stop it."""
+    command = [COMMAND, "dashboard", "runs", "--port", "0", "--cache", "index"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().split(";")[0].split()[-1]
+        for path in ("/", "/static/dashboard.css", "/static/dashboard.js", "/static/pages.js", "/static/charts.js"):
+            with urllib.request.urlopen(f"{address}{path}", timeout=30) as reply:
+                assert len(reply.read()) > 500, path
+        with urllib.request.urlopen(f"{address}/api/runs", timeout=30) as reply:
+            assert b'"state":"finished"' in reply.read()
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+    print("ok: headrace dashboard", flush=True)
+
+
 def served_address(server: "subprocess.Popen[bytes]") -> str:
     """Wait for the line that says where the server is: `headrace 0.2.0 serves NAME on http://HOST:PORT`."""
     deadline = time.monotonic() + 120
@@ -131,6 +149,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         check_version(checkout)
         check_run()
+        check_dashboard()
         check_server()
     print("the wheel works")
 

@@ -151,6 +151,9 @@ def lost():
 def score(messages, **kwargs):
     return 1.0
 
+def torn(rewards, groups, *, gamma=1.0, omega=1.0, norm="std"):
+    return [0.0]
+
 unfit = 3
 """
 PYTHON = '{{ type = "python", path = "later.py:{}", env = "later.py:score" }}'
@@ -179,6 +182,11 @@ ELSEWHERE = "import nowhere_at_all\n\ndef score(messages, **kwargs):\n    return
             'rl.async={ select = "best", max_staleness = 1, oversampling = 2.0, select_score = "later.py:unfit" }',
             "unfit is not",
         ),
+        ('rl.credit="later.py:unfit"', "unfit is not a function"),
+        ('rl.credit="later.py:score"', r"takes \(messages\): write it as function\(rewards, groups\)"),
+        ('rl.credit="later.py:torn"', r"credit .*later\.py:torn returned a list of 1 numbers for 4 episodes"),
+        ('rl.async.limits=["later.py:unfit"]', "unfit is not a function"),
+        ('rl.async.limits=["later.py:none"]', r"none cannot be called as function\(counts\)"),
         ('rl.rewards=[{ fn = "elsewhere.py:score" }]', "nowhere_at_all"),
     ],
 )
@@ -189,4 +197,60 @@ def test_what_later_stages_need_is_looked_at_before_the_first_is_trained(
     (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
     with pytest.raises((ConfigError, DataError), match=said):
         train(tmp_path, override, 'rl.reward_runner.type="inprocess"')
-    assert list((tmp_path / "runs").iterdir()) == [], "a start that failed leaves no run folder"
+    assert not list((tmp_path / "runs").glob("*")), "a start that failed leaves no run folder"
+
+
+LIMITS = """
+def two(counts):
+    with open("told.txt", "a") as file:
+        file.write(f"{counts.running} {counts.ready} {counts.training}\\n")
+    return 2 - counts.running
+
+def full(counts):
+    raise OSError("no space left")
+"""
+
+
+def test_limits_of_the_file_are_asked_and_only_lower_what_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "limits.py").write_text(LIMITS)
+    monkeypatch.chdir(tmp_path)
+    steps, _ = train(tmp_path, 'rl.async={ max_staleness = 1, limits = ["limits.py:two"] }', "rl.credit_params={}")
+    assert len(steps) == 2
+    told = [tuple(map(int, line.split())) for line in (tmp_path / "told.txt").read_text().splitlines()]
+    assert told[0] == (0, 0, 0)
+    assert max(running for running, _, _ in told) == 2, "without the limit, eight groups would run"
+
+
+def test_a_limit_that_raises_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "limits.py").write_text(LIMITS)
+    with pytest.raises(
+        RolloutError, match=r"the limit .*limits\.py:full failed with 0 groups running: OSError: no space"
+    ):
+        train(tmp_path, 'rl.async.limits=["limits.py:full"]')
+
+
+CREDIT = """
+def leave_last(table, *, scale=1.0):
+    return scale * table.reward_S * table.last_S
+"""
+
+
+def test_a_credit_method_of_the_file_gives_the_advantages_that_are_trained(tmp_path: Path) -> None:
+    (tmp_path / "credit.py").write_text(CREDIT)
+    _, folder = train(
+        tmp_path, 'rl.credit="credit.py:leave_last"', "rl.credit_params={ scale = 4.0 }", "rl.anchor=state"
+    )
+    episodes = credited(folder)
+    for episode in episodes:
+        *before, last = episode.advantages
+        assert before == [0.0] * (len(episode.advantages) - 1)
+        assert last == 4.0 * episode.scored.reward.total
+    assert any(episode.advantages[-1] for episode in episodes)
+
+
+def test_a_scalar_baseline_is_taken_off_rewards_and_needs_no_group(tmp_path: Path) -> None:
+    _, folder = train(tmp_path, "rl.credit=reinforce", "rl.credit_params={ baseline = 0.25 }", "rl.group_size=1")
+    for episode in credited(folder):
+        assert set(episode.advantages) == {episode.scored.reward.total - 0.25}

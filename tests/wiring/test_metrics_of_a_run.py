@@ -20,6 +20,7 @@ from headrace.config.schema import AlertConfig, MetricsConfig
 from headrace.errors import ConfigError
 from headrace.observe.sinks.alerts import AlertRule, alert_message
 from headrace.observe.sinks.jsonl import read_metrics
+from headrace.observe.sinks.tensorboard import TensorBoardSink, tensorboard_installed
 from headrace.wiring.build.sinks import MetricOutputs, stage_source
 from headrace.wiring.checked_config import load_checked
 from support.paths import ROOT
@@ -174,7 +175,7 @@ def test_what_cannot_work_is_one_sentence(text: str, sentence: str, tmp_path: Pa
         load_checked(tmp_path / "run.toml", [], command="train")
 
 
-@pytest.mark.parametrize("name", ["wandb", "datadog"])
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow", "datadog"])
 def test_a_sink_without_its_package_is_answered_with_the_pip_command(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,3 +294,20 @@ def test_the_examples_of_the_document_are_right() -> None:
         rule, step=message["step"], value=message["value"], stage="rl", about={"run": message["run"]}
     )
     assert message == expected
+
+
+def test_log_every_thins_out_sinks_and_lines_and_not_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(TensorBoardSink, "log", lambda self, step, values: sent.append(step))
+    (tmp_path / "run.toml").write_text(CONFIG.partition("[rl]")[0])
+    overrides = ["sft.steps=5", "run.log_every=2", "run.tensorboard=true", f'run.folder="{tmp_path / "runs"}"']
+    config = load_checked(tmp_path / "run.toml", overrides, command="train")
+    folder = wiring.train(config, config_text_path=tmp_path / "run.toml", resume=None).folder
+    lines = re.findall(r"^sft (\d)/5", capsys.readouterr().err, re.MULTILINE)
+    assert lines == ["2", "4", "5"]
+    if tensorboard_installed():
+        assert sent == [2, 4, 5]
+    logged_steps = [record.step for record in read_metrics(folder / "metrics.jsonl") if "loss/total" in record.values]
+    assert logged_steps == [1, 2, 3, 4, 5]

@@ -23,6 +23,7 @@ from headrace.observe.sinks.jsonl import MetricRecord, read_metrics, reproducibl
 from headrace.wiring.build import models
 from headrace.wiring.checked_config import load_checked
 from headrace.wiring.commands.recredit import RecreditRequest, recredit
+from support.metrics_table import promised
 from support.paths import EXAMPLES
 
 WORDS = ENVIRONMENTS["add"].vocabulary()
@@ -142,6 +143,38 @@ def test_every_loss_of_a_policy_trains_from_the_file(bench: Bench, loss: str) ->
     assert (record.values["train/grad_norm"] > 1e-5) != still
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "measured"),
+    [
+        ("segment_wise_ppo", "correction/weight_mean"),
+        ("drgrpo", "loss/score_gap"),
+        ("enhanced_ppo", "loss/entropy_bonus"),
+        ("conservative_ppo", "train/step_kl"),
+    ],
+)
+def test_algorithms_of_one_word_train_from_the_file(bench: Bench, algorithm: str, measured: str) -> None:
+    record = bench.rl(f"rl.algorithm={algorithm}")[-1]
+    assert math.isfinite(record.values[measured])
+    assert math.isfinite(record.values["loss/total"])
+
+
+@pytest.mark.parametrize(
+    ("column", "overrides"),
+    [
+        ("enhanced PPO", ["rl.algorithm=enhanced_ppo", "rl.critic.trunk=shared"]),
+        ("`conservative_ppo`", ["rl.loss=conservative_ppo", *CRITIC]),
+        ("`importance_sampling`", ["rl.loss=importance_sampling", *CRITIC]),
+    ],
+)
+def test_a_run_logs_the_figures_of_its_loss(bench: Bench, column: str, overrides: list[str]) -> None:
+    values = bench.rl(*overrides)[-1].values
+    assert promised(column) <= set(values)
+    assert len(promised(column)) >= 13
+    assert values["loss/ratio_min"] <= values["loss/ratio_mean"] <= values["loss/ratio_max"]
+    assert values["loss/advantage_min"] < values["loss/advantage_mean"] < values["loss/advantage_max"]
+    assert values["loss/nll"] > 0.0
+
+
 @pytest.mark.parametrize("credit", sorted(METHODS))
 def test_every_credit_method_trains_from_the_file(bench: Bench, credit: str) -> None:
     record = bench.rl(f"rl.credit={credit}", "rl.steps=1")[0]
@@ -153,6 +186,16 @@ def test_the_reference_is_the_model_the_stage_started_from(bench: Bench) -> None
     assert first.values["loss/kl_reference_k3"] == pytest.approx(0.0, abs=1e-6)  # nothing has moved yet
     assert second.values["loss/kl_reference_k3"] > 1e-6
     assert second.values["loss/entropy"] > 0
+
+
+def test_a_reference_that_does_not_fit_is_refused_with_the_way_to_quantise_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.wiring.runtime.local.free_bytes", lambda device: 2**10)
+    sentence = r"the frozen model .* GiB are free: keep it in 8 bits at a server, with 'bits = 8' of \[\[references\]\]"
+    with pytest.raises(ModelError, match=sentence):
+        bench.train("rl.loss=ppo + reference_kl_k3")
+    bench.train("rl.loss=ppo")  # has none
 
 
 def test_under_adapters_the_base_is_the_reference_and_no_copy_is_made(
@@ -305,7 +348,7 @@ def test_what_cannot_work_is_said_before_anything_is_loaded(bench: Bench, overri
 def test_a_loss_of_ones_own_that_needs_the_impossible_is_refused_before_a_step(bench: Bench) -> None:
     with pytest.raises(ConfigError, match="loss 'impossible' needs arrays that the data do not have: moon_phase"):
         bench.train("rl.loss=mine.py:impossible")
-    assert list((bench.folder / "runs").iterdir()) == [], "a start that failed leaves no run folder"
+    assert not list((bench.folder / "runs").glob("*")), "a start that failed leaves no run folder"
 
 
 # --- reward model and critic -----------------------------------------------------------------------------------------
@@ -315,6 +358,8 @@ def test_three_stages_leave_a_policy_a_judge_and_a_critic(bench: Bench) -> None:
     result = bench.train(*CRITIC, *JUDGED, "rl.critic.path=reward_model", text=RL + STAGES)
     assert 0.0 <= result.figures["accuracy_reward_model"] <= 1.0
     judged = records(result.folder, "reward_model")
+    assert promised("`bradley_terry`") <= set(judged[0].values)
+    assert judged[0].values["loss/pairs"] == 4.0
     assert judged[0].values["loss/total"] == pytest.approx(math.log(2.0), abs=1e-4)
     assert "eval/accuracy" in judged[-1].values
     trained = records(result.folder, "rl")

@@ -487,6 +487,10 @@ def test_two_resumes_at_once_leave_the_run_that_one_would_have_left(whole: Path,
     said = [process.communicate()[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert sum("rl 4/4" in text for text in said) == 1, "the other one found the run complete"
+    names = [process.pid for process, text in zip(both, said, strict=True) if "rl 4/4" in text]
+    (waiter,) = [text for text in said if "rl 4/4" not in text]
+    assert f"is in use by process {names[0]} on" in waiter
+    assert "waiting up to 600 s" in waiter
     assert_equal(run, whole)
 
 
@@ -518,30 +522,42 @@ def test_a_stage_that_the_next_one_has_left_behind_is_not_needed_any_more(
     assert [name for name in its if mine[name] != its[name]] == ["checkpoints/sft/step_000004/optimizer.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ("rl.steps=6", "'rl.steps' = 4 and it is now 6"),
-        ("run.seed=1", "'run.seed' = 0 and it is now 1"),
-        ("engine.kv_tokens=9999", "'engine.kv_tokens' = not set and it is now 9999"),
-    ],
-)
-def test_a_changed_configuration_is_refused(
-    changed: str, sentence: str, headrace: Headrace, whole: Path, tmp_path: Path
+def test_a_configuration_that_cannot_be_gone_on_with_is_refused(
+    headrace: Headrace, whole: Path, tmp_path: Path
 ) -> None:
     run = copied(whole, tmp_path)
-    refused = resume_copy(headrace, whole, run, "--set", changed)
+    refused = resume_copy(headrace, whole, run, "--set", "run.seed=1", "--set", "rl.steps=3", "--set", "rl.groups=1")
     assert refused.code == 2
-    (line,) = refused.said.splitlines()
-    assert f"was started with {sentence}: resume with the same file and overrides" in line
+    first, *named, last = refused.said.splitlines()
+    assert "cannot go on with these changes of its configuration" in first
+    assert [line.strip() for line in named] == [
+        "run.seed: 0 -> 1: the order of the data and every sample follow from it",
+        "rl.steps: 4 -> 3: 4 steps are done: give at least as many",
+    ]
+    assert "start a new run without --resume" in last
     assert_equal(run, whole)
+
+
+def test_a_finished_run_goes_on_with_more_steps_as_if_it_had_been_planned_so(
+    headrace: Headrace, whole: Path, tmp_path: Path
+) -> None:
+    run = copied(whole, tmp_path)
+    resumed = resume_copy(headrace, whole, run, "--set", "rl.steps=6")
+    assert resumed.code == 0, resumed.said
+    assert "changed from step 4 of stage rl on: rl.steps: 4 -> 6" in resumed.said
+    assert "rl 6/6" in resumed.said
+    mine, its = contents(run), contents(whole)
+    kept = [name for name in its if name.startswith("rollouts/step_")]
+    assert len(kept) == 4
+    assert [name for name in kept if mine[name] != its[name]] == []
+    assert mine["metrics.jsonl"].startswith(its["metrics.jsonl"]), "what was measured stays"
 
 
 def test_changed_data_are_refused(headrace: Headrace, tmp_path: Path) -> None:
     rows = [json.dumps({"prompt": f"open door {k}", "answer": "go north"}) for k in range(6)]
     (tmp_path / "talks.jsonl").write_text("\n".join(rows))
     config = CONFIG.replace('{ type = "env", name = "key_door", size = 5, seed = 4, weight = 0.5 }', JSONL_SOURCE)
-    prepare(tmp_path, config)
+    prepare(tmp_path, config.replace("[checkpoint]\nevery = 2", "[checkpoint]\nevery = 1"))  # so that one is written
     assert headrace(tmp_path, "train", "run.toml", points=[(UPDATE, 4)]).code == -signal.SIGKILL
     (tmp_path / "talks.jsonl").write_text("\n".join(rows[:-1]))
     refused = headrace(tmp_path, "train", "run.toml", "--resume")
@@ -776,18 +792,20 @@ optimizer = {{ learning_rate = 1e-2 }}
 def test_a_resumed_preference_stage_refuses_other_scores_of_its_reference(headrace: Headrace, tmp_path: Path) -> None:
     folder = prepare(tmp_path, CONFIG + PREFERENCES)
     lora = ("--set", "model.lora={rank=4, alpha=8.0}")  # the reference is the base, without a second copy
-    killed = headrace(folder, "train", "run.toml", *lora, points=[(UPDATE, 8)])
+    # Checkpoints are written beside the training: the kill comes after `latest` names one of this stage.
+    every = ("--set", "checkpoint.every=1")
+    killed = headrace(folder, "train", "run.toml", *lora, *every, points=[(UPDATE, 5), (POINT_AT, 2)])
     assert killed.code == -signal.SIGKILL, killed.said
     file = killed.run / "dpo_reference.safetensors"
     whole = file.read_bytes()
     tensors = load_file(file)
     tensors["logprobs"][-1] += 1.0
     save_file(tensors, file)
-    refused = headrace(folder, "train", "run.toml", "--resume", *lora)
-    assert refused.code == 1
+    refused = headrace(folder, "train", "run.toml", "--resume", *lora, *every)
+    assert refused.code == 1, refused.said
     assert "are not those that this run was trained with" in refused.said.splitlines()[-1]
     file.unlink()  # the base gives the same log-probs again
-    resumed = headrace(folder, "train", "run.toml", "--resume", *lora)
+    resumed = headrace(folder, "train", "run.toml", "--resume", *lora, *every)
     assert resumed.code == 0, resumed.said
     assert file.read_bytes() == whole
 

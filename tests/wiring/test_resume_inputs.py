@@ -164,7 +164,10 @@ def test_a_run_from_before_digests_resumes_with_a_line_in_the_log(
 def test_without_digests_other_files_in_place_of_those_that_are_still_there_are_refused(stopped: Path) -> None:
     run = run_of(stopped)
     run.inputs.unlink()
-    with pytest.raises(ConfigError, match=r"'model\.path' = .* and it is now"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.path: .*project.* -> .*moved/model\": the checkpoints hold the weights of that model",
+    ):
         check_same_run(run, configured(stopped))
 
 
@@ -286,6 +289,17 @@ def test_files_of_task_definitions_modules_and_runs_at_a_service_are_found(
         'name = "n"\nresource_type = "SQLResource"\ninitial_user_prompt = "go"\n'
         'base_resource_config = { schema_file = "schema.sql" }\n'
     )
+    teacher = 'teachers = [{ path = "teacher", tasks = { type = "task", path = "task.toml" } }]'
+    save_tiny(tmp_path / "teacher", words=WORDS, width=32, layers=1, heads=2, kv_heads=1, context=64, seed=0)
+    tokens = "max_prompt_tokens = 20\nmax_episode_tokens = 60\nsampling.max_tokens = 9"
+    stage = f"[distill]\nsteps = 1\nmax_turns = 2\n{tokens}\n{teacher}\n"
+    (tmp_path / "taught.toml").write_text(f'model.path = "teacher"\n{stage}')
+    taught = RunFolder.create(tmp_path / "runs", "taught", NOON)
+    record_inputs(load_checked(tmp_path / "taught.toml", [], command="train"), taught)
+    recorded = read_record(taught)
+    assert recorded is not None
+    assert sorted(recorded.keys["distill.teachers[0].tasks.path"].files) == ["schema.sql", "task.toml"]
+    assert "model.safetensors" in recorded.keys["distill.teachers[0].path"].files
     (tmp_path / "run.toml").write_text(
         '[model]\nservice = "http://127.0.0.1:1"\n[rl]\nsteps = 1\nmax_turns = 2\n'
         'tasks = { type = "task", path = "task.toml" }\nrewards = [{ fn = "pkg.judge:f" }]\n'
@@ -393,7 +407,7 @@ def test_a_start_that_fails_leaves_no_run_folder(finished: Path, tmp_path: Path)
     config = configured(finished, f"run.folder={tmp_path / 'runs'}", f"rl.tasks.path={tmp_path / 'empty.jsonl'}")
     with pytest.raises(DataError):
         wiring.train(config, config_text_path=Path("run.toml"), resume=None)
-    assert list((tmp_path / "runs").iterdir()) == []
+    assert not (tmp_path / "runs").exists()
 
 
 # --- files that the machine does not let us read or write ------------------------------------------------------------

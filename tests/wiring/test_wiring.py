@@ -16,7 +16,7 @@ import torch
 from headrace import wiring
 from headrace.data.conversations import ConversationMixture, prompt_of
 from headrace.envs import ENVIRONMENTS, environment_demonstrations
-from headrace.errors import CheckpointError, ConfigError, HeadraceError, RolloutError, RunFolderError
+from headrace.errors import CheckpointError, ConfigError, HeadraceError, RunFolderError
 from headrace.model.tiny import save_tiny
 from headrace.observe.rollouts.files import load_trajectories
 from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics, reproducible_bytes
@@ -380,7 +380,7 @@ SFT = 'sft={steps=2, batch_size=2, max_tokens=64, sources=[{type="env", name="ke
 )
 def test_tasks_that_cannot_be_trained_on_are_found_before_the_first_stage(bench: Bench, tasks: str, said: str) -> None:
     assert failure(bench, SFT, tasks).startswith(said)
-    assert list((bench.folder / "runs").iterdir()) == []
+    assert not (bench.folder / "runs").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -396,7 +396,8 @@ def test_tasks_that_are_too_long_are_said_to_be_left_out(bench: Bench, caplog: p
     (bench.folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *longer]))
     bench.train("rl.max_prompt_tokens=12", "rl.steps=1")
     assert re.search(
-        r"2 tasks have prompts of more than 12 tokens \(the longest has \d+\) and are left out", caplog.text
+        r"2 of \d+ tasks have prompts of more than rl\.max_prompt_tokens = 12 \(the longest has \d+\) and are left out",
+        caplog.text,
     )
 
 
@@ -410,13 +411,6 @@ def test_an_engine_of_one_row_has_room_for_the_longest_episode(bench: Bench, epi
 def test_evaluating_without_tasks_is_refused(bench: Bench) -> None:
     with pytest.raises(ConfigError, match=r"add \[eval.source\]"):
         wiring.evaluate(bench.config())
-
-
-def test_a_failed_run_leaves_its_reason_in_the_log(bench: Bench) -> None:
-    with pytest.raises(RolloutError):
-        bench.train('rl.rewards=[{fn="mine.py:broken"}]', "rl.async.max_consecutive_drops=2")
-    (run,) = (bench.folder / "runs").iterdir()
-    assert "no answer key for" in (run / "log.txt").read_text()
 
 
 def test_a_finished_run_without_all_its_metrics_is_not_resumed_silently(bench: Bench) -> None:
@@ -460,7 +454,8 @@ def test_the_metrics_that_a_checkpoint_counts_are_on_the_disk_before_it(
     record(atomic_files, "replace_folder", "checkpoint")
     bench.train("rl.steps=4", "checkpoint.every=2")
     story = "".join({"line": "l", "flush": "f", "checkpoint": "c"}[event] for event in events)
-    assert re.fullmatch(r"(l+fc){2}f*", story), "no line between the flush and the checkpoint, no flush for each line"
+    # lines of the next steps may come while the first checkpoint is written; the last one is awaited
+    assert re.fullmatch(r"l+fl*cl*fcf*", story), "a flush before each checkpoint, no flush for each line"
 
 
 class Killed(BaseException):
@@ -478,6 +473,7 @@ def test_a_run_killed_while_its_model_was_made_makes_it_again(bench: Bench, monk
     overrides = ("model.path=tiny", world, 'rl.rewards=[{fn="exact_match"}]', "rl.steps=1")
     with monkeypatch.context() as patch:
         patch.setattr("headrace.wiring.build.models.save_tiny", killed)
+        patch.setattr("headrace.wiring.commands.train._remove_failed_start", lambda *arguments: None)  # as a kill
         with pytest.raises(Killed):
             bench.train(*overrides)
     (run,) = (bench.folder / "runs").iterdir()
@@ -645,7 +641,7 @@ def test_what_is_also_held_out_from_imitation_is_said_aloud(bench: Bench, caplog
         parts = training_conversations(config.sft, tasks, [] if held_out is None else conversations_of(held_out))
         assert [(conversations_of(source), source.weight) for source in config.sft.sources] == parts
         warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        return [record.getMessage() for record in warnings if record.name.startswith("headrace")]
+        return [record.getMessage() for record in warnings if record.name == "headrace.wiring.build.data"]
 
     (bench.folder / "more.py").write_text(MORE)
     answered = "4 held-out tasks are also answered in sft.sources: their score says little"

@@ -10,7 +10,15 @@
 - `health`: faults and warnings about a batch whose credit carries no signal.
 """
 
-from headrace.algo.advantages.credit import METHODS, CreditedBatch, check_method, credit, step_advantages
+from headrace.algo.advantages.credit import (
+    METHODS,
+    CreditedBatch,
+    CreditFunction,
+    check_method,
+    credit,
+    own_method,
+    step_advantages,
+)
 from headrace.algo.advantages.episode_level import (
     Advantages,
     dr_grpo,
@@ -31,6 +39,7 @@ from headrace.algo.advantages.step_table import StepTable, step_table
 __all__ = [
     "METHODS",
     "Advantages",
+    "CreditFunction",
     "CreditedBatch",
     "GaeResult",
     "StepTable",
@@ -45,6 +54,7 @@ __all__ = [
     "hgpo",
     "lite_ppo",
     "opo",
+    "own_method",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "reinforce_pp_tokens",

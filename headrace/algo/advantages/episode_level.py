@@ -1,6 +1,7 @@
 """Compute advantages of whole episodes from one reward each, compared within explicit groups. N episodes.
 
-float64 throughout; a group whose rewards are all equal, or that has one member, gets exactly 0.
+float64 throughout; a group whose rewards are all equal, or that has one member, gets exactly 0, except by `reinforce`,
+which compares with a number.
 """
 
 from collections.abc import Mapping
@@ -94,6 +95,17 @@ def opo(rewards: Numbers, groups: Numbers, lengths: Numbers) -> Advantages:
     sizes = group_stats(lengths_N, stats.index_N)
     shift_G = np.where(stats.constant_G, 0.0, deviations.mean_G / np.where(sizes.mean_G > 0, sizes.mean_G, 1.0))
     return _with_health(center(rewards_N, stats) - shift_G[stats.index_N], rewards_N, stats)
+
+
+def reinforce(rewards: Numbers, groups: Numbers, *, baseline: float = 0.0) -> Advantages:
+    """REINFORCE with a scalar baseline: A = R - baseline, the same for every task; no other episode is looked at."""
+    return measured(np.asarray(rewards, dtype=np.float64) - baseline, rewards, groups)
+
+
+def measured(values: Numbers, rewards: Numbers, groups: Numbers) -> Advantages:
+    """Add to the advantages of episodes what is measured of them."""
+    rewards_N, stats = _stats(rewards, groups)
+    return _with_health(np.asarray(values, dtype=np.float64), rewards_N, stats)
 
 
 def _stats(rewards: Numbers, groups: Numbers) -> tuple[Floats, GroupStats]:

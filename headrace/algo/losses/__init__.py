@@ -9,16 +9,18 @@
 - `value`: losses of a value head.
 - `regularisers`: KL and entropy terms to add to a policy loss; `compose` adds losses.
 - `ratios`: ratios of two policies, and the metrics that losses share.
+- `forward_metrics`: figures of a forward pass besides those of its loss.
 """
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from headrace import names
 from headrace.algo.loss_signature import LossFn
 from headrace.algo.losses.compose import sum_losses
 from headrace.algo.losses.decoupled import decoupled_ppo, loglinear_ppo, m2po
-from headrace.algo.losses.discriminative import discriminative
+from headrace.algo.losses.discriminative import discriminative, discriminative_term
 from headrace.algo.losses.preference import bradley_terry, dpo, ipo, kto, orpo, simpo
 from headrace.algo.losses.regularisers import (
     entropy_bonus,
@@ -62,6 +64,7 @@ LOSSES: Mapping[str, LossFn] = {
     "sapo": sapo,
     "dro": dro,
     "discriminative": discriminative,
+    "discriminative_term": discriminative_term,
     "dpo": dpo,
     "ipo": ipo,
     "kto": kto,
@@ -89,4 +92,9 @@ def find_loss(fn: str | Callable[..., Any]) -> LossFn:
     """
     if not isinstance(fn, str):
         return fn
-    return sum_losses([lookup(LOSSES, name.strip(), "loss") for name in fn.split("+")])
+    return _named_loss(fn)
+
+
+@lru_cache(maxsize=256)  # a sum is a function of its own, and what is read of its signature is kept for it
+def _named_loss(terms: str) -> LossFn:
+    return sum_losses([lookup(LOSSES, name.strip(), "loss") for name in terms.split("+")])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from headrace.metrics import EffectiveSampleShare, ExplainedVariance, Max, Mean, Metric, StdDev
+from headrace.metrics import EffectiveSampleShare, ExplainedVariance, Max, Mean, Metric, Min, StdDev
 
 MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: a larger ratio means only that something is broken, and must not overflow
 
@@ -42,6 +42,12 @@ def masked_max(values_T: Tensor, counted_T: Tensor) -> Max:
     """Take the largest value over counted tokens; 0 if there are none (for quantities that are never negative)."""
     masked_T = torch.where(counted_T, values_T.detach(), 0.0)
     return Max(masked_T.amax() if masked_T.numel() else masked_T.new_zeros(()))
+
+
+def masked_min(values_T: Tensor, counted_T: Tensor) -> Min:
+    """Take the smallest value over counted tokens; infinity if there are none."""
+    masked_T = torch.where(counted_T, values_T.detach(), torch.inf)
+    return Min(masked_T.amin() if masked_T.numel() else masked_T.new_full((), torch.inf))
 
 
 def effective_sample_share(weights_T: Tensor, counted_T: Tensor) -> EffectiveSampleShare:
@@ -92,10 +98,13 @@ def divergence_metrics(log_ratio_T: Tensor, counted_T: Tensor, *, name: str) -> 
 
 
 def ratio_metrics(log_ratio_T: Tensor, counted_T: Tensor) -> Mapping[str, Metric]:
-    """Measure mean, maximum and effective sample size of importance ratios."""
-    ratio_T = log_ratio_T.detach().exp()
+    """Measure mean, deviation, extremes and effective sample size of importance ratios."""
+    log_ratio_T = log_ratio_T.detach()
+    ratio_T = log_ratio_T.exp()
     return {
         "loss/ratio_mean": masked_mean(ratio_T, counted_T),
+        "loss/ratio_std": masked_std(log_ratio_T.expm1(), counted_T),  # ratios are near 1: r - 1 keeps their digits
+        "loss/ratio_min": masked_min(ratio_T, counted_T),
         "loss/ratio_max": masked_max(ratio_T, counted_T),
         "loss/ratio_effective": effective_sample_share(ratio_T, counted_T),
     }

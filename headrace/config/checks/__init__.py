@@ -3,8 +3,11 @@
 - `run_config`: the whole file of a run (`check`).
 - `async_rl`: `[rl.async]` and `[rl.correction]`.
 - `cluster`: `[cluster]`.
+- `colocation`: `cluster.colocate`.
 - `credit_rules`: how `[rl]` rewards episodes and credits their steps.
 - `engine_servers`: servers in `[engine]`.
 - `metric_sinks`: `[metrics]`.
+- `stage_length`: `steps` and `epochs` of the stages.
 - `service_runs`: runs whose model is trained at a service.
+- `windows`: what needs Linux or macOS.
 """

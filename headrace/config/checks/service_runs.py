@@ -55,7 +55,7 @@ def service_problems(config: Config) -> Iterator[str]:
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
-    for key in ("device", "dtype", "tiny", "recompute", "compile"):
+    for key in ("device", "dtype", "tiny", "recompute", "compile", "router_aux_loss"):
         if getattr(model, key) != default_of(ModelConfig, key):
             yield f"'model.{key}' is of a model that is computed here, not at 'model.service': leave it out"
     lora = model.lora or LoraConfig()

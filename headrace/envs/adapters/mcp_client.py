@@ -10,18 +10,18 @@ import json
 import os
 import shlex
 import signal
+import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import httpx
 import pydantic
 
 from headrace.envs.adapters.loop_thread import LoopThread
 from headrace.envs.adapters.optional_package import require
-from headrace.errors import EpisodeError, boundary
+from headrace.errors import ConfigError, EpisodeError, boundary
 
 PIP = "'mcp>=1.24,<2'"
 START_TIMEOUT_S = 60.0  # until the tools are known
@@ -152,8 +152,14 @@ def start_server(
 ) -> McpClient:
     """Start `command` and connect to its standard streams. `env` is added to this process's environment.
 
-    Raises EpisodeError if it cannot be started, ends, or takes too long; ConfigError if `mcp` is not installed.
+    Raises EpisodeError if it cannot be started, ends, or takes too long; ConfigError if `mcp` is not installed, and on
+    Windows, where its children could not be ended with it.
     """
+    if sys.platform == "win32":
+        raise ConfigError(
+            "an MCP server is started only on Linux and macOS, where its children end with it: start it yourself and "
+            "give its url, or use WSL (docs/windows.md)"
+        )
     require("mcp", PIP)
     stderr = bytearray()
     client = McpClient(shlex.join(command), _process_streams(command, env or {}, stderr), stderr)
@@ -202,6 +208,8 @@ def _how_it_ended(cause: BaseException | None) -> str:
 @asynccontextmanager
 async def _http_streams(url: str) -> AsyncIterator[tuple[Any, Any]]:
     transport = require("mcp.client.streamable_http", PIP)
+    import httpx  # a tenth of a second, and most runs have no server
+
     timeout = httpx.Timeout(HTTP_CONNECT_TIMEOUT_S, read=None)  # a reply's deadline is that of the call
     async with httpx.AsyncClient(timeout=timeout) as http:
         async with transport.streamable_http_client(url, http_client=http) as (incoming, outgoing, _):

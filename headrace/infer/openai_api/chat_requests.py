@@ -6,11 +6,12 @@ something else than it asked for. Values without an effect (null, a penalty of 0
 
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace.errors import HeadraceError
+from headrace.tool_calls import tool_schemas
 from headrace.types import Message, ToolCall
 
 IGNORED = frozenset(  # they change nothing in what is sampled
@@ -40,12 +41,19 @@ class ApiError(HeadraceError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
+def _says_nothing(value: Any) -> bool:
+    """Tell whether a value is null, empty, or an object of nulls, as litellm adds to the messages that it repeats."""
+    return value is None or value == [] or (isinstance(value, dict) and all(part is None for part in value.values()))
+
+
 class ChatBody(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
+    ignored: ClassVar[frozenset[str]] = IGNORED
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
 
     def refuse_unknown(self, place: str = "") -> None:
         for name, value in (self.model_extra or {}).items():
-            if value is None or value in ([], {}) or name in IGNORED or (name in NEUTRAL and value == NEUTRAL[name]):
+            if _says_nothing(value) or name in self.ignored or (name in self.neutral and value == self.neutral[name]):
                 continue
             raise ApiError(
                 f"{name} is not supported here: leave it out", param=place + name, code="unsupported_parameter"
@@ -98,6 +106,12 @@ class ToolIn(ChatBody):
     function: FunctionIn
 
 
+def function_tool(**fields: Any) -> ToolIn:
+    """Describe a tool as chat requests do, without the fields that are None."""
+    given = {key: value for key, value in fields.items() if value is not None}
+    return ToolIn(type="function", function=FunctionIn.model_validate(given))
+
+
 class StreamOptionsIn(ChatBody):
     include_usage: bool = False
     include_obfuscation: bool = False  # a padding against eavesdroppers, which this endpoint never adds
@@ -136,9 +150,9 @@ class ChatRequest(ChatBody):
         return tuple(tool.model_dump(exclude_unset=True) for tool in self.tools) if self.tools else None
 
     @property
-    def callable_tools(self) -> frozenset[str]:
-        """Names of the tools whose calls are looked for in the reply."""
-        return frozenset() if self.tool_choice == "none" else frozenset(tool.function.name for tool in self.tools or ())
+    def callable_tools(self) -> Mapping[str, Mapping[str, Any]]:
+        """The schemas of the tools whose calls are looked for in the reply, by name."""
+        return {} if self.tool_choice == "none" else tool_schemas(self.shown_tools or ())
 
 
 def parse_request(body: bytes, *, max_n: int = 1, max_tops: int = 0) -> ChatRequest:
@@ -196,9 +210,11 @@ def _check(request: ChatRequest) -> None:
     check_stream(request.stream, request.stream_options)
 
 
-def check_stops(stops: tuple[str, ...]) -> None:
+def check_stops(stops: tuple[str, ...], param: str = "stop") -> None:
     if "" in stops or len(stops) > MAX_STOPS:
-        raise ApiError(f"stop must be a text or a list of at most {MAX_STOPS} texts, none of them empty", param="stop")
+        raise ApiError(
+            f"{param} must be a text or a list of at most {MAX_STOPS} texts, none of them empty", param=param
+        )
 
 
 def check_stream(stream: bool | None, options: StreamOptionsIn | None) -> None:

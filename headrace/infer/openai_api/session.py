@@ -155,6 +155,13 @@ class ChatSession:
             task.cancel()
             self._open.discard(task)
 
+    def count(self, request: ChatRequest) -> int:
+        """Count the tokens of the prompt that a call would have now. Raises ApiError. Records nothing."""
+        if self._closed:
+            raise _unknown_episode()
+        prompt, _ = self._prompt(tuple(message.to_message() for message in request.messages), request.shown_tools)
+        return len(prompt)
+
     def close(self) -> None:
         """Refuse later calls and those that are still open."""
         self._closed = True
@@ -184,6 +191,8 @@ class ChatSession:
             reply=reply,
         )
         self._calls[number] = call
+        if self.limit is EndReason.MAX_TOKENS:  # the program shortened its messages, and goes on
+            self.limit = None
         return call
 
     def _prompt(
@@ -264,10 +273,13 @@ class ChatSession:
     ) -> tuple[str, Message]:
         text = self._renderer.spoken(completion.tokens)
         parsed = ParsedReply(content="")
-        if request.callable_tools:
+        in_channels = self._form is not None and self._form.kind == "channels"
+        if request.callable_tools or in_channels:
             parsed = parse_reply(cut_at_stops(text, params.stop_strings), self._form, request.callable_tools)
         if not parsed.calls:
             content = cut_at_stops(self._renderer.decode(completion.tokens), params.stop_strings)
+            if in_channels and parsed.content != text:  # decoding leaves out the marks of channels, not their names
+                content = parsed.content
             return text, Message(role="assistant", content=content)
         calls = with_ids(parsed.calls, self._seed, number)
         return text, Message(role="assistant", content=parsed.content, tool_calls=calls)
@@ -292,7 +304,13 @@ def _key(message: Message) -> tuple[Any, ...]:
 
 
 def _arguments(text: str) -> str:
+    """Write arguments in one way; 1.0 becomes 1, as it does in clients that are written in JavaScript."""
     try:
-        return json.dumps(json.loads(text), sort_keys=True)
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True)
     except (ValueError, RecursionError):
         return text
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value

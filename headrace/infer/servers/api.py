@@ -1,10 +1,13 @@
 """Define what is asked of an inference server, and the values that pass. Adapters implement `EngineApi`."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
+
+from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from headrace.errors import SamplerError
 from headrace.types import Completion, FloatArray, IntArray, SamplingParams
@@ -64,6 +67,51 @@ class GenerateCall:
     adapter: str | None = None  # the LoRA adapter's name; None: the base model
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """The name, type and shape of a tensor that a server is about to receive."""
+
+    name: str
+    dtype: str  # as torch writes it, without "torch."
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferGroup:
+    """A process group of the trainer, rank 0, and the workers of one server."""
+
+    name: str
+    host: str  # where the trainer's store listens
+    port: int
+    backend: str  # "gloo" or "nccl"
+    num_ranks: int
+
+
+class TensorApi(Protocol):
+    """Give tensors to a server without files, between `begin_update` and `end_update`, while it is paused."""
+
+    async def num_workers(self) -> int:
+        """Return how many processes of the server hold weights."""
+
+    def group_store(self, store: Store, group: TransferGroup) -> Store:
+        """Return the part of the store that the server's workers meet in."""
+
+    async def join_group(self, group: TransferGroup) -> None:
+        """Return when the workers have joined."""
+
+    async def leave_group(self, group: TransferGroup) -> None: ...
+
+    async def begin_update(self) -> None: ...
+
+    async def receive(self, specs: Sequence[TensorSpec], group: TransferGroup) -> None:
+        """Receive tensors in this order, each by a broadcast from rank 0."""
+
+    async def open_shared(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
+        """Read tensors from the memory of a GPU of this machine, where this process keeps them meanwhile."""
+
+    async def end_update(self, version: int) -> None: ...
+
+
 class EngineApi(Protocol):
     """One inference server. Every verb has a deadline.
 
@@ -72,6 +120,12 @@ class EngineApi(Protocol):
 
     @property
     def url(self) -> str: ...
+
+    @property
+    def tensors(self) -> TensorApi: ...
+
+    def move(self, url: str) -> None:
+        """Go on at another address, where the server was started again."""
 
     async def context(self) -> int:
         """Return how many tokens a sequence may have."""

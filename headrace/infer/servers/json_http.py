@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -37,7 +37,7 @@ class JsonHttp:
         """Return the parsed reply, or its text where that is no JSON."""
         return await self._send("POST", path, body, deadline_s)
 
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Any, None]:
         """Yield the JSON of each server-sent event, until "[DONE]". Raises ServerLostError if the stream breaks off."""
         try:
             async with self._connections().stream("POST", self.url + path, json=body) as response:

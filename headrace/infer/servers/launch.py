@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
@@ -26,6 +27,7 @@ HOST = "127.0.0.1"
 POLL_S, TOLD_EVERY_S = 0.5, 20.0
 STOP_S = guardian.TERM_S + guardian.KILL_S + 5.0
 LAST_LINES = 6
+VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"  # with nothing else in it: servers import from there
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM accepts as a limit
 
 
@@ -39,15 +41,17 @@ class ServerOptions:
     dtype: str = "auto"
     on_cpu: bool = False
     lora_rank: int = 0  # 0: no adapters
+    takes_tensors: bool = False  # weights come by broadcast or CUDA IPC
     arguments: tuple[str, ...] = ()  # more, from the user
     environment: Mapping[str, str] | None = None  # more variables, from the user
     gpus: str | None = None  # CUDA_VISIBLE_DEVICES
+    host: str = HOST  # that it listens at
 
 
 def vllm_command(options: ServerOptions, port: int) -> list[str]:
     """Return the command of vLLM's server. The console script `vllm` does not start from every build of it."""
     command = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(options.model)]
-    command += ["--served-model-name", "headrace-base", "--host", HOST, "--port", str(port)]
+    command += ["--served-model-name", "headrace-base", "--host", options.host, "--port", str(port)]
     command += ["--dtype", options.dtype, "--max-model-len", str(options.context)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if options.on_cpu:
@@ -55,13 +59,16 @@ def vllm_command(options: ServerOptions, port: int) -> list[str]:
     if options.lora_rank:
         limit = next((rank for rank in LORA_RANKS if rank >= options.lora_rank), options.lora_rank)
         command += ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", str(limit)]
+    if options.takes_tensors:
+        command += ["--worker-extension-cls", "headrace_vllm_worker.HeadraceWorker"]
+        command += ["--weight-transfer-config", '{"backend": "headrace"}']
     return [*command, *options.arguments]
 
 
 def sglang_command(options: ServerOptions, port: int) -> list[str]:
     """Return the command of SGLang's server."""
     command = [options.python, "-m", "sglang.launch_server", "--model-path", str(options.model)]
-    command += ["--host", HOST, "--port", str(port), "--dtype", options.dtype]
+    command += ["--host", options.host, "--port", str(port), "--dtype", options.dtype]
     command += ["--context-length", str(options.context), "--sampling-defaults", "openai"]
     if options.on_cpu:
         command += ["--device", "cpu"]
@@ -84,9 +91,32 @@ def server_environment(options: ServerOptions) -> dict[str, str]:
     }
     if options.on_cpu:
         needed["VLLM_CPU_KVCACHE_SPACE"] = ours.get("VLLM_CPU_KVCACHE_SPACE", "1")
+    if options.takes_tensors:
+        needed["PYTHONPATH"] = str(VLLM_PLUGIN)
     if options.gpus is not None:
         needed["CUDA_VISIBLE_DEVICES"] = options.gpus
     return ours | needed | dict(options.environment or {})
+
+
+class OwnServer(Protocol):
+    """A server that the run starts and stops, in this process or elsewhere. Its calls block."""
+
+    url: str
+
+    def start(self) -> None:
+        """Start the server, and return before it answers."""
+
+    def wait_ready(self) -> None:
+        """Wait until the server answers. Raises SamplerError if it does not."""
+
+    def ask_to_stop(self) -> None:
+        """Tell the server to end, and do not wait for it."""
+
+    def stop(self) -> None:
+        """End the server."""
+
+    def restart(self) -> None:
+        """Start the server anew, with the newest weights."""
 
 
 class LaunchedServer:
@@ -104,8 +134,9 @@ class LaunchedServer:
         log: Path,
         start_s: float = 600.0,
         remove: Path | None = None,
+        host: str = HOST,
     ) -> None:
-        self.url = f"http://{HOST}:{port}"
+        self.url = f"http://{host}:{port}"
         self.log = log
         self._command, self._environment, self._start_s = command, dict(environment), start_s
         self._remove = remove
@@ -191,8 +222,8 @@ class LaunchedServer:
         return ""
 
 
-def free_port() -> int:
+def free_port(host: str = HOST) -> int:
     """Return a port of this machine that nobody listens at."""
     with socket.socket() as probe:
-        probe.bind((HOST, 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -1,8 +1,10 @@
 """Prove that an inference server holds the weights that it was given.
 
 A server's word that weights were loaded is not enough: adapters that are loaded and not used, an output head that was
-packed away before the update, and cached prefixes of earlier weights have all been seen with a reply of success. Two
+packed away before the update, and cached prefixes of earlier weights have all been seen with a reply of success. Three
 comparisons find them, after every load:
+
+- The server's own checksums, where they cover every tensor (`checksums.py`), against the weights that it was given.
 
 - The server's log-probs of fixed sequences against the trainer's under the same version. The difference must stay
   within ten times that measured at the start, and must not be nearer to the version before.
@@ -21,7 +23,9 @@ from dataclasses import replace
 import numpy as np
 
 from headrace.errors import SamplerError
-from headrace.infer.servers.api import EngineApi, GenerateCall, WeightsNotProvenError
+from headrace.infer.servers.api import EngineApi, GenerateCall, ServerLostError, WeightsNotProvenError
+from headrace.infer.servers.checksums import HeldChecksums, Sources, digests_of, find_sources, missing_tensors
+from headrace.infer.servers.weight_sync import SyncedWeights
 from headrace.protocols import TrainBackend
 from headrace.types import CROSS_ENTROPY, Datum, FloatArray, IntArray, SamplingParams, float_array, int_array
 
@@ -74,6 +78,8 @@ class Prover:
         self._recorded: dict[int, FloatArray] = {}  # by version, in the order of publishing
         self._noise: float | None = None
         self._lock = asyncio.Lock()
+        self._held: dict[str, HeldChecksums | None] = {}  # by server; None: its checksums prove nothing
+        self._digests: tuple[int, Mapping[str, str]] = (-1, {})  # of the newest version, shared by servers
 
     @property
     def bound(self) -> float:
@@ -89,8 +95,9 @@ class Prover:
             for old in list(self._recorded)[:-KEPT]:
                 del self._recorded[old]
 
-    async def prove(self, api: EngineApi, *, adapter: str | None, version: int) -> float:
+    async def prove(self, api: EngineApi, *, adapter: str | None, weights: SyncedWeights) -> float:
         """Return the mean difference to the trainer. Raises WeightsNotProvenError with what was found."""
+        version = weights.version
         wanted = self._recorded[version]
         scores = [await api.prompt_logprobs(sequence, adapter=adapter) for sequence in self.sequences]
         found = float_array(np.concatenate(scores))
@@ -110,7 +117,53 @@ class Prover:
                 f"token, and {self.bound:.2g} is accepted; {_hint(adapter)}"
             )
         await self._check_sampling(api, adapter, version)
+        if adapter is None:
+            await self._check_checksums(api, weights)
         return difference
+
+    async def _check_checksums(self, api: EngineApi, weights: SyncedWeights) -> None:
+        """Raise when a server's checksums are not of the weights; log-probs have shown that they are near."""
+        known = api.url in self._held
+        before = self._held.get(api.url)
+        if known and before is None:
+            return
+        try:
+            found = await api.checksums()
+        except ServerLostError:
+            raise
+        except SamplerError as exc:
+            logger.info("%s gives no checksums, so log-probs prove its weights (%s)", api.url, exc)
+            self._held[api.url] = None
+            return
+        names = tuple(weights.readers())
+        sources = find_sources(found, names)
+        missing = missing_tensors(sources, names)
+        if missing:
+            logger.info(
+                "checksums of %s leave out %d of %d tensors (%s), so log-probs prove its weights",
+                api.url, len(missing), len(names), missing[0],
+            )  # fmt: skip
+            self._held[api.url] = None
+            return
+        ours = await self._digests_of(weights, sources)
+        if before is None or before.ours.keys() != ours.keys():
+            self._held[api.url] = HeldChecksums.first(found, ours)
+            return
+        wrong = before.wrong_after(found, ours)
+        if wrong:
+            raise WeightsNotProvenError(
+                f"{api.url} does not hold version {weights.version}: its checksums of {len(wrong)} tensors are not "
+                f"those of the weights it was given, {wrong[0]} first"
+            )
+        self._held[api.url] = replace(before, found=found, ours=ours)
+
+    async def _digests_of(self, weights: SyncedWeights, sources: Sources) -> Mapping[str, str]:
+        async with self._lock:
+            version, digests = self._digests
+            if version != weights.version or digests.keys() != sources.keys():
+                digests = await asyncio.to_thread(lambda: digests_of(weights.readers(), sources))
+                self._digests = weights.version, digests
+            return digests
 
     def _check_against_earlier(
         self, api: EngineApi, found: FloatArray, version: int, difference: float, adapter: str | None
@@ -170,12 +223,6 @@ class Prover:
         if not tokens:
             raise WeightsNotProvenError(f"{api.url} sampled nothing when it was asked to prove its weights")
         return tokens, logprobs
-
-
-def common_checksums(found: Sequence[Mapping[str, str]]) -> set[str]:
-    """Return the names whose digests differ between servers: they should hold the same tensors."""
-    names = set.intersection(*[set(digests) for digests in found]) if found else set()
-    return {name for name in names if len({digests[name] for digests in found}) > 1}
 
 
 def _mean_difference(first: Sequence[float] | FloatArray, second: Sequence[float] | FloatArray) -> float:

@@ -10,16 +10,18 @@ import asyncio
 import hashlib
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from headrace.errors import HeadraceError, SamplerError
 from headrace.infer.servers.api import ServerLostError
-from headrace.infer.servers.server_sampler import ServerSampler, empty_completion
-from headrace.infer.servers.weight_sync import WeightSync
+from headrace.infer.servers.server_sampler import empty_completion
+from headrace.infer.servers.weight_sync import SyncedWeights, WeightSync
+from headrace.protocols import Sampler
 from headrace.types import Completion, FloatArray, IntArray, SampleRequest, StopReason, WeightsHandle
 
 logger = logging.getLogger(__name__)
@@ -39,10 +41,62 @@ class ReplicaLimits:
     affinity_slack: int = 8  # how many more requests than the least busy server one may have and still be preferred
 
 
+class ReplicaMember(Sampler, Protocol):
+    """A `Sampler` at one server or process, and what its owner needs to watch and repair it."""
+
+    @property
+    def url(self) -> str:
+        """Return its name in messages."""
+
+    @property
+    def load_now(self) -> int:
+        """Return how many sequences are being sampled."""
+
+    @property
+    def holds_in_flight(self) -> bool: ...
+
+    @property
+    def resumes_draws(self) -> bool: ...
+
+    @property
+    def scores_any_temperature(self) -> bool: ...
+
+    @property
+    def lends(self) -> bool:
+        """Return whether other processes can sample at it."""
+
+    async def lend(self, use: Callable[[object, int], Awaitable[str]]) -> None:
+        """Count one sequence that another process samples as open here, while `use(access, version)` runs.
+
+        `use` returns why the replica is lost, or nothing, and is cancelled when the replica is taken out. Raises
+        ServerLostError in both cases.
+        """
+
+    async def start(self, handle: WeightsHandle) -> None:
+        """Bring it to the weights of version 0, and prove that it holds them."""
+
+    async def install(self, weights: SyncedWeights, *, fresh: bool = False) -> None:
+        """Load prepared weights of any version, and prove that it holds them. `fresh`: it may be in any state."""
+
+    async def record(self, version: int) -> None:
+        """Record the trainer's side of the proof, while its weights are those of this version."""
+
+    async def check(self) -> None:
+        """Compute something small. Raises SamplerError if it cannot."""
+
+    async def release(self) -> None:
+        """End a pause that a failed load has left behind. Raises SamplerError."""
+
+    async def forget(self) -> None:
+        """Fail open and waiting calls: it is taken out, until `install` succeeds."""
+
+    async def close(self) -> None: ...
+
+
 class Replica:
     """One server, and whether it may be used. `restart` starts it anew; None if it is not ours."""
 
-    def __init__(self, sampler: ServerSampler, restart: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, sampler: ReplicaMember, restart: Callable[[], Awaitable[None]] | None = None) -> None:
         self.sampler, self.restart = sampler, restart
         self.usable = True
         self.failure = ""  # why it was taken out
@@ -50,14 +104,11 @@ class Replica:
 
     @property
     def url(self) -> str:
-        return self.sampler.api.url
+        return self.sampler.url
 
 
 class ReplicaSampler:
     """A `Sampler` over one or more servers of the same model; belongs to the event loop that calls it."""
-
-    resumes_draws = False
-    scores_any_temperature = False
 
     def __init__(self, replicas: Sequence[Replica], sync: WeightSync, *, limits: ReplicaLimits | None = None) -> None:
         assert replicas
@@ -68,6 +119,7 @@ class ReplicaSampler:
         self._paused = False
         self._changed = asyncio.Event()  # a server was put back or given up, or a pause began
         self._affinity = AffinityTable(AFFINITIES)
+        self._lent_to: OrderedDict[Hashable, int] = OrderedDict()  # the server of each key
         self._health: asyncio.Task[None] | None = None
         self._loading = asyncio.Lock()
         self.taken_out = 0  # how often a server was
@@ -80,6 +132,18 @@ class ReplicaSampler:
     @property
     def holds_in_flight(self) -> bool:
         return all(replica.sampler.holds_in_flight for replica in self._replicas)
+
+    @property
+    def resumes_draws(self) -> bool:
+        return all(replica.sampler.resumes_draws for replica in self._replicas)
+
+    @property
+    def scores_any_temperature(self) -> bool:
+        return all(replica.sampler.scores_any_temperature for replica in self._replicas)
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        return self._replicas
 
     @property
     def usable(self) -> tuple[Replica, ...]:
@@ -118,6 +182,35 @@ class ReplicaSampler:
             self._affinity.add(request, completion, self._replicas.index(replica))
             return completion
         raise SamplerError(f"{tries} servers in a row were lost under one request, at last: {last}")
+
+    @property
+    def lends(self) -> bool:
+        """Return whether other processes can sample at the replicas, with `lend`."""
+        return all(replica.sampler.lends for replica in self._replicas)
+
+    async def lend(self, key: Hashable, use: Callable[[object, int], Awaitable[str]]) -> bool:
+        """Lend a replica to another process for one sequence: see `ReplicaMember.lend`. Sequences of one key, an
+        episode, go to the same replica where it is not much busier.
+
+        Returns False if the sequence has to be sent again: its replica was lost, or a pause came while it waited.
+        Raises SamplerError if no replica is left.
+        """
+        self._watch()
+        replica = await self._choose_among(self._lent_to.get(key))
+        if replica is None:
+            return False
+        self._lent_to[key] = self._replicas.index(replica)
+        self._lent_to.move_to_end(key)
+        if len(self._lent_to) > AFFINITIES:
+            self._lent_to.popitem(last=False)
+        try:
+            await replica.sampler.lend(use)
+        except ServerLostError as exc:
+            self.retried += 1
+            if not await self._answers(replica):  # else it was the borrower that did not reach it
+                self._take_out(replica, exc)
+            return False
+        return True
 
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
         self._watch()
@@ -161,15 +254,7 @@ class ReplicaSampler:
     async def pause(self, *, interrupt: bool) -> None:
         self._paused = True
         self._notify()
-        usable = self.usable
-        results = await asyncio.gather(
-            *[replica.sampler.pause(interrupt=interrupt) for replica in usable], return_exceptions=True
-        )
-        for replica, result in zip(usable, results, strict=True):
-            if isinstance(result, HeadraceError):
-                self._take_out(replica, result)
-            elif isinstance(result, BaseException):
-                raise result
+        await self.call_each(lambda replica: replica.sampler.pause(interrupt=interrupt))
 
     async def resume(self) -> None:
         self._paused = False
@@ -178,6 +263,27 @@ class ReplicaSampler:
                 await replica.sampler.resume()
             except HeadraceError as exc:
                 self._take_out(replica, exc)
+
+    async def call_each(self, call: Callable[[Replica], Awaitable[object]]) -> bool:
+        """Call something for every usable server at once; those that fail are taken out. Returns whether none was."""
+        usable = self.usable
+        results = await asyncio.gather(*[call(replica) for replica in usable], return_exceptions=True)
+        for replica, result in zip(usable, results, strict=True):
+            if isinstance(result, HeadraceError):
+                self._take_out(replica, result)
+            elif isinstance(result, BaseException):
+                raise result
+        return not any(isinstance(result, BaseException) for result in results)
+
+    async def settle(self) -> None:
+        """Wait until no server is under repair. Raises SamplerError if none is left, or after `wait_s`."""
+        running = [replica.repair for replica in self._replicas if replica.repair is not None]
+        if any(_is_running(task) for task in running):
+            _, waiting = await asyncio.wait(running, timeout=self._limits.wait_s)
+            if waiting:
+                raise SamplerError(f"a server was not repaired within {self._limits.wait_s:g} s")
+        if not self.usable:
+            raise SamplerError(self._none_left())
 
     def cancel(self) -> None:
         """Stop health checks and repairs."""
@@ -199,6 +305,10 @@ class ReplicaSampler:
 
     async def _choose(self, request: SampleRequest) -> Replica | None:
         """Return the server for a request; None if a pause came while it waited for a repair."""
+        return await self._choose_among(self._affinity.find(request))
+
+    async def _choose_among(self, index: int | None) -> Replica | None:
+        """Return the server of this index if it is not much busier than others, or the least busy."""
         if not self.usable:
             await self._wait_for_repair(until_pause=True)
             if self._paused and not self.usable:
@@ -206,7 +316,6 @@ class ReplicaSampler:
         if not self.usable:
             raise SamplerError(self._none_left())
         least = min(self.usable, key=lambda replica: replica.sampler.load_now)
-        index = self._affinity.find(request)
         preferred = least if index is None else self._replicas[index]
         most = least.sampler.load_now + self._limits.affinity_slack
         return preferred if preferred.usable and preferred.sampler.load_now <= most else least
@@ -256,6 +365,8 @@ class ReplicaSampler:
 
     async def _restore(self, replica: Replica, *, restart: bool) -> None:
         sampler = replica.sampler
+        with suppress(HeadraceError):  # a load that failed has left it paused, and it could not answer
+            await sampler.release()
         if replica.restart is not None and (restart or not await self._answers(replica)):
             logger.info("starting the inference server %s again", replica.url)
             await replica.restart()
@@ -304,7 +415,9 @@ class ReplicaSampler:
         if self._paused or self._loading.locked():
             return
         if not await self._answers(replica) and not self._paused:
-            self._take_out(replica, ServerLostError(f"it did not sample a token within {self._limits.health_s:g} s"))
+            self._take_out(
+                replica, ServerLostError(f"it failed, or did not sample a token in {self._limits.health_s:g} s")
+            )
 
 
 def _is_running(task: "asyncio.Task[None] | None") -> bool:

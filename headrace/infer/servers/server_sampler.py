@@ -8,7 +8,7 @@ instead; their callers get what has arrived, and when they come back they are jo
 import asyncio
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from headrace.infer.sampling import check_request
 from headrace.infer.servers.api import EngineApi, Finish, GenerateCall, PauseMode, ServerLostError
 from headrace.infer.servers.proof import Prover
 from headrace.infer.servers.token_stream import TokenStream
+from headrace.infer.servers.transfer.senders import FolderSender, WeightSender
 from headrace.infer.servers.weight_sync import SyncedWeights, WeightSync
 from headrace.types import (
     Completion,
@@ -50,6 +51,10 @@ class SampledModel:
     tokenizer: Any = None  # for stop strings
 
 
+# the address of a server, its adapter, version and model -> what another process samples at it with
+MakeAccess = Callable[[str, str | None, int, SampledModel], object]
+
+
 class ServerSampler:
     """A `Sampler` at one server; belongs to the event loop that calls it. `start` comes first.
 
@@ -65,13 +70,18 @@ class ServerSampler:
         api: EngineApi,
         model: SampledModel,
         *,
-        sync: WeightSync,
-        prover: Prover,
+        sync: WeightSync | None,  # None, as the prover: another process looks after the server, and lends it
+        prover: Prover | None,
         hold_in_flight: bool = False,
+        sender: WeightSender | None = None,  # None: the server reads folders
+        make_access: MakeAccess | None = None,  # for processes that the server is lent to; None: it is not lent
     ) -> None:
         self.api = api
+        self._sender = sender or FolderSender()
         self.holds_in_flight = hold_in_flight
-        self._model, self._sync, self._prover = model, sync, prover
+        self._model, self._own_sync, self._own_prover = model, sync, prover
+        self._make_access = make_access
+        self._lent: set[asyncio.Future[str]] = set()  # sequences that other processes sample here
         self._version = 0
         self._adapter: str | None = None
         self._frozen = self._taken_out = False
@@ -83,13 +93,27 @@ class ServerSampler:
         self._idle.set()
 
     @property
+    def url(self) -> str:
+        return self.api.url
+
+    @property
     def version(self) -> int:
         return self._version
 
     @property
     def load_now(self) -> int:
         """Return how many sequences are being sampled."""
-        return len(self._open)
+        return len(self._open) + len(self._lent)
+
+    @property
+    def _sync(self) -> WeightSync:
+        assert self._own_sync is not None, "who borrows a server gives it no weights"
+        return self._own_sync
+
+    @property
+    def _prover(self) -> Prover:
+        assert self._own_prover is not None, "who borrows a server proves nothing"
+        return self._own_prover
 
     @property
     def open_streams(self) -> tuple[TokenStream, ...]:
@@ -127,6 +151,41 @@ class ServerSampler:
             whole = await self._with_raw_logprobs(request, whole)
         return whole
 
+    @property
+    def lends(self) -> bool:
+        return self._make_access is not None and not self.holds_in_flight
+
+    async def lend(self, use: Callable[[object, int], Awaitable[str]]) -> None:
+        """See `ReplicaMember`."""
+        await self._running.wait()
+        if self._taken_out:
+            raise ServerLostError(f"{self.api.url} was taken out")
+        assert self._make_access is not None
+        access = self._make_access(self.api.url, self._adapter, self._version, self._model)
+        using = asyncio.ensure_future(use(access, self._version))
+        self._lent.add(using)
+        self._idle.clear()
+        try:
+            await asyncio.wait([using])
+        finally:
+            using.cancel()
+            self._lent.discard(using)
+            self._mark_idle()
+        if using.cancelled():
+            if self._taken_out:
+                raise ServerLostError(f"{self.api.url} was taken out")
+        elif lost := using.result():
+            raise ServerLostError(lost)
+
+    def _mark_idle(self) -> None:
+        if not self.load_now:
+            self._idle.set()
+
+    async def sample_borrowed(self, request: SampleRequest, *, adapter: str | None, version: int) -> Completion:
+        """Sample at a server that its owner has lent; it holds this version and adapter until the sequence is back."""
+        self._adapter, self._version = adapter, version
+        return await self.sample(request)
+
     async def score(self, sequences: Sequence[IntArray], temperature: float = 1.0) -> tuple[FloatArray, ...]:
         if temperature != 1.0:
             raise SamplerError("an inference server scores at temperature 1 only: score with the trainer")
@@ -144,7 +203,7 @@ class ServerSampler:
         return tuple(await asyncio.gather(*[score_one(sequence) for sequence in sequences]))
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
-        if self._open:
+        if self.load_now:
             raise SamplerError("weights cannot be loaded while sequences are being sampled: call pause first")
         if version <= self._version:
             raise SamplerError(f"version {version} is not newer than {self._version}")
@@ -157,9 +216,9 @@ class ServerSampler:
         self._running.clear()
         if interrupt:
             await self._drop_held()
-            if self._open and self.holds_in_flight:
+            if self.load_now and self.holds_in_flight:
                 await self._freeze()
-            elif self._open:
+            elif self.load_now:
                 await self._abort()
         await self._idle.wait()
         self._interrupted.clear()
@@ -199,7 +258,7 @@ class ServerSampler:
                 await self._replace_weights(replace(weights, folder=weights.base))
             await self._switch_adapter(weights)
         self._version = weights.version
-        await self._prover.prove(self.api, adapter=self._adapter, version=weights.version)
+        await self._prover.prove(self.api, adapter=self._adapter, weights=weights)
         self._taken_out = False
 
     async def record(self, version: int) -> None:
@@ -215,6 +274,10 @@ class ServerSampler:
         async for _ in self.api.generate(call):
             pass
 
+    async def release(self) -> None:
+        """End a pause that a failed load has left behind. Raises SamplerError."""
+        await self.api.resume()
+
     async def forget(self) -> None:
         """Fail open and waiting calls: the server is taken out, until `install` succeeds."""
         self._taken_out = True
@@ -223,9 +286,13 @@ class ServerSampler:
         for stream in tuple(self._open):
             await stream.cancel()
             stream.failure = stream.failure or ServerLostError(f"{self.api.url} was taken out")
+        for using in tuple(self._lent):
+            using.cancel()
         self._frozen = False
+        self._sender.reset()
 
     async def close(self) -> None:
+        await self._sender.close(self.api)
         await self.forget()
         await self.api.close()
 
@@ -255,8 +322,7 @@ class ServerSampler:
             ended.cancel()
             interrupted.cancel()
             self._open.discard(stream)
-            if not self._open:
-                self._idle.set()
+            self._mark_idle()
 
     def _completion(self, request: SampleRequest, stream: TokenStream, start: int) -> Completion:
         if stream.failure is not None:
@@ -314,11 +380,13 @@ class ServerSampler:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(ABORT_ROUND_S):
                         await self._idle.wait()
-                if not self._open:
+                if not self.load_now:
                     break
         finally:
             for stream in tuple(self._open):
                 await stream.cancel()
+            for using in tuple(self._lent):
+                using.cancel()
         await self.api.resume()
 
     async def _freeze(self) -> None:
@@ -342,7 +410,7 @@ class ServerSampler:
     async def _replace_weights(self, weights: SyncedWeights) -> None:
         if not self._frozen:
             await self.api.pause(PauseMode.KEEP)
-        await self.api.load_folder(weights.folder, weights.version)
+        await self._sender.send(self.api, weights)
         await self.api.flush_caches()
         self._frozen = False
         await self.api.resume()

@@ -5,18 +5,25 @@ default (without SGLANG_RETURN_ORIGINAL_LOGPROB).
 """
 
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import SamplerError, boundary
 from headrace.infer.servers.api import Finish, GenerateCall, PauseMode, StreamedTokens
 from headrace.infer.servers.json_http import JsonHttp
-from headrace.infer.servers.vllm import check_folder, parse_spans
+from headrace.infer.servers.transfer.sglang_routes import SglangTensorApi, check_reply
+from headrace.infer.servers.wire_format import (
+    CONTROL_S,
+    LOAD_S,
+    check_folder,
+    parse_spans,
+    shared_params,
+    stream_parts,
+)
 from headrace.types import FloatArray, IntArray, SamplingParams, float_array
 
-LOAD_S, CONTROL_S = 600.0, 120.0
 UNBOUNDED = 2**31 - 1
-MAX_SEED = 2**63 - 1
 # "retract" sends running requests back to the queue. "in_place" would keep their keys and values, and then the caches
 # cannot be flushed.
 PAUSES = {PauseMode.ABORT: "abort", PauseMode.KEEP: "retract"}
@@ -27,10 +34,14 @@ class SglangApi:
 
     def __init__(self, url: str, *, silence_s: float = 600.0) -> None:
         self._http = JsonHttp(url, silence_s=silence_s)
+        self.tensors = SglangTensorApi(self._http)
 
     @property
     def url(self) -> str:
         return self._http.url
+
+    def move(self, url: str) -> None:
+        self._http.url = url
 
     async def context(self) -> int:
         info = await self._http.get("/server_info")
@@ -49,13 +60,16 @@ class SglangApi:
             "lora_path": call.adapter,
         }
         seen = 0
-        async for event in self._http.events("/generate", body):
+
+        def parse(event: Mapping[str, Any]) -> StreamedTokens:
             if "error" in event:
                 raise SamplerError(f"{self.url} refused to sample: {event['error']}")
-            with boundary(SamplerError, f"{self.url} answered in another form than SGLang 0.5.23 does"):
-                part = parse_event(event, seen=seen)
-            seen += len(part.tokens)
-            yield part
+            return parse_event(event, seen=seen)
+
+        async with aclosing(stream_parts(self._http, "/generate", body, parse, engine="SGLang 0.5.23")) as parts:
+            async for part in parts:
+                seen += len(part.tokens)
+                yield part
 
     async def prompt_logprobs(self, tokens: IntArray, *, adapter: str | None) -> FloatArray:
         if len(tokens) < 2:
@@ -90,15 +104,18 @@ class SglangApi:
             "abort_all_requests": False,
             "keep_pause": True,
         }
-        self._check(await self._http.post("/update_weights_from_disk", body, deadline_s=LOAD_S), "message")
+        reply = await self._http.post("/update_weights_from_disk", body, deadline_s=LOAD_S)
+        check_reply(self.url, reply)
 
     async def load_adapter(self, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder), "pinned": False}
-        self._check(await self._http.post("/load_lora_adapter", body, deadline_s=CONTROL_S), "error_message")
+        reply = await self._http.post("/load_lora_adapter", body, deadline_s=CONTROL_S)
+        check_reply(self.url, reply, words="error_message")
 
     async def unload_adapter(self, name: str) -> None:
         body = {"lora_name": name}
-        self._check(await self._http.post("/unload_lora_adapter", body, deadline_s=CONTROL_S), "error_message")
+        reply = await self._http.post("/unload_lora_adapter", body, deadline_s=CONTROL_S)
+        check_reply(self.url, reply, words="error_message")
 
     async def flush_caches(self) -> None:
         await self._http.post("/flush_cache?timeout=30", deadline_s=CONTROL_S)
@@ -116,33 +133,10 @@ class SglangApi:
     async def close(self) -> None:
         await self._http.close()
 
-    def _check(self, reply: Any, words: str) -> None:
-        """Raise for a reply that says it failed, whatever its status."""
-        if not isinstance(reply, Mapping) or reply.get("success") is not True:
-            reason = reply.get(words) if isinstance(reply, Mapping) else reply
-            raise SamplerError(f"{self.url} could not do it: {reason}")
-
 
 def sampling_body(params: SamplingParams) -> dict[str, Any]:
-    """Write the parameters as SGLang's SamplingParams. The stop list is ours; the server's end tokens are ignored."""
-    assert params.stop_tokens is not None
-    body: dict[str, Any] = {
-        "n": 1,
-        "max_new_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "sampling_seed": params.seed & MAX_SEED,
-        "stop_token_ids": list(params.stop_tokens),
-        "ignore_eos": True,
-    }
-    if params.top_p < 1.0:
-        body["top_p"] = params.top_p
-    if params.top_k is not None:
-        body["top_k"] = params.top_k
-    if params.min_p > 0.0:
-        body["min_p"] = params.min_p
-    if params.stop_strings:
-        body |= {"stop": list(params.stop_strings), "no_stop_trim": True, "skip_special_tokens": False}
-    return body
+    """Write the parameters as SGLang's SamplingParams."""
+    return shared_params(params, length="max_new_tokens", seed="sampling_seed", keeps_stop="no_stop_trim")
 
 
 def parse_event(event: Mapping[str, Any], *, seen: int) -> StreamedTokens:

@@ -5,23 +5,24 @@ The server needs `VLLM_SERVER_DEV_MODE=1`, `--enable-scale-out`, `--logprobs-mod
 """
 
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import SamplerError, boundary
-from headrace.infer.servers.api import (
-    Finish,
-    GenerateCall,
-    PauseMode,
-    ServerLostError,
-    StreamedTokens,
-    VersionSpan,
-)
+from headrace.infer.servers.api import Finish, GenerateCall, PauseMode, ServerLostError, StreamedTokens
 from headrace.infer.servers.json_http import JsonHttp
+from headrace.infer.servers.transfer.vllm_routes import VllmTensorApi
+from headrace.infer.servers.wire_format import (
+    CONTROL_S,
+    LOAD_S,
+    check_folder,
+    parse_spans,
+    shared_params,
+    stream_parts,
+)
 from headrace.types import FloatArray, IntArray, SamplingParams, float_array
 
-LOAD_S, CONTROL_S = 600.0, 120.0
-MAX_SEED = 2**63 - 1
 # A digest of no bytes: on CPU vLLM packs the weights of linear layers away and then hashes nothing.
 EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
@@ -32,10 +33,14 @@ class VllmApi:
     def __init__(self, url: str, *, model: str | None = None, silence_s: float = 600.0) -> None:
         self._http = JsonHttp(url, silence_s=silence_s)
         self._model = model  # the served name of the base; None: the first that the server lists
+        self.tensors = VllmTensorApi(self._http)
 
     @property
     def url(self) -> str:
         return self._http.url
+
+    def move(self, url: str) -> None:
+        self._http.url = url
 
     async def context(self) -> int:
         models = await self._http.get("/v1/models")
@@ -52,13 +57,15 @@ class VllmApi:
             "sampling_params": sampling_body(call.params),
             "stream": True,
         }
-        async for event in self._http.events("/inference/v1/generate", body):
-            if "error" in event:
-                raise ServerLostError(f"{self.url} failed while it sampled: {event['error'].get('message', event)}")
-            with boundary(SamplerError, f"{self.url} answered in another form than vLLM 0.32 does"):
-                parts = [parse_choice(choice) for choice in event["choices"]]
-            for part in parts:
+        route = "/inference/v1/generate"
+        async with aclosing(stream_parts(self._http, route, body, self._parse, engine="vLLM 0.32")) as parts:
+            async for part in parts:
                 yield part
+
+    def _parse(self, event: Mapping[str, Any]) -> StreamedTokens:
+        if "error" in event:
+            raise ServerLostError(f"{self.url} failed while it sampled: {event['error'].get('message', event)}")
+        return parse_choice(event["choices"][0])
 
     async def prompt_logprobs(self, tokens: IntArray, *, adapter: str | None) -> FloatArray:
         if len(tokens) < 2:
@@ -117,35 +124,10 @@ class VllmApi:
         return self._model
 
 
-def check_folder(folder: Path) -> None:
-    """Raise SamplerError if a folder has no weights."""
-    if not any(folder.glob("model*.safetensors")):
-        raise SamplerError(f"{folder} holds no model*.safetensors: weights cannot be loaded from it")
-
-
 def sampling_body(params: SamplingParams) -> dict[str, Any]:
-    """Write the parameters as vLLM's SamplingParams. The stop list is ours; the server's own end tokens are ignored."""
-    assert params.stop_tokens is not None
-    body: dict[str, Any] = {
-        "n": 1,
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "seed": params.seed & MAX_SEED,
-        "logprobs": 0,
-        "ignore_eos": True,
-        "stop_token_ids": list(params.stop_tokens),
-    }
-    if params.top_p < 1.0:
-        body["top_p"] = params.top_p
-    if params.top_k is not None:
-        body["top_k"] = params.top_k
-    if params.min_p > 0.0:
-        body["min_p"] = params.min_p
-    if params.stop_strings:
-        body |= {"stop": list(params.stop_strings), "include_stop_str_in_output": True, "skip_special_tokens": False}
-    else:
-        body["detokenize"] = False
-    return body
+    """Write the parameters as vLLM's SamplingParams."""
+    body = shared_params(params, length="max_tokens", seed="seed", keeps_stop="include_stop_str_in_output")
+    return body | {"logprobs": 0} | ({} if params.stop_strings else {"detokenize": False})
 
 
 def parse_choice(choice: Mapping[str, Any]) -> StreamedTokens:
@@ -160,12 +142,4 @@ def parse_choice(choice: Mapping[str, Any]) -> StreamedTokens:
         logprobs=logprobs,
         finish=None if choice.get("finish_reason") is None else Finish(choice["finish_reason"]),
         spans=parse_spans(choice.get("weight_versions")),
-    )
-
-
-def parse_spans(spans: Any) -> tuple[VersionSpan, ...]:
-    """Read the spans of weight versions, which vLLM and SGLang write alike."""
-    return tuple(
-        VersionSpan(version=str(span["version"]), start=int(span["start"]), end=int(span["end"]))
-        for span in spans or ()
     )

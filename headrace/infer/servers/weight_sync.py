@@ -1,8 +1,9 @@
-"""Write the trainer's weights where inference servers read them: a folder for each version, on a RAM disk by default.
+"""Keep the trainer's weights of a version for inference servers: in a folder, on a RAM disk by default, or in memory.
 
 A folder works with every server, on CPU and on GPU. The whole model is written, or, where LoRA adapters are trained,
 the adapter only, which servers load under a new name for each version: a name that is loaded twice would change
-requests that are running.
+requests that are running. Servers that are sent tensors get them from a copy in memory, because the trainer may be
+further on when one of them has to be repaired; they start from the folder of the first version.
 """
 
 import asyncio
@@ -11,16 +12,21 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from headrace.errors import SamplerError, boundary
+from headrace.model.experts import split_experts
 from headrace.model.load import LanguageModel, fingerprint
-from headrace.model.lora import LoraLinear, lora_layers, merged_state_dict, save_adapter
+from headrace.model.lora import lora_layers, merged_state_dict, save_adapter
 from headrace.types import WeightsFolder, WeightsHandle
 
 RAM_DISK = "/dev/shm"
@@ -28,6 +34,7 @@ PREFIX = "headrace-weights-"
 KEPT = 2  # versions: a server under repair may still read the one before
 
 Write = Callable[[Path], Awaitable[str]]  # writes the weights into a new folder and returns their fingerprint
+Copy = Callable[[], Awaitable[tuple[Mapping[str, Tensor], str]]]  # copies the weights and returns their fingerprint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +46,19 @@ class SyncedWeights:
     fingerprint: str
     is_adapter: bool = False
     base: Path | None = None  # of an adapter: the model under it
+    tensors: Mapping[str, Tensor] | None = None  # a copy, where servers are sent tensors; `folder` is then an older one
+
+    @property
+    def held_tensors(self) -> Mapping[str, Tensor]:
+        assert self.tensors is not None, "WeightSync was not told to keep a copy"
+        return self.tensors
+
+    def readers(self) -> dict[str, Callable[[], Tensor]]:
+        """Return a function for each tensor of a whole model that reads it, from memory or from the folder."""
+        if self.tensors is not None:
+            return {name: partial(_identity, tensor) for name, tensor in self.tensors.items()}
+        opened = [safe_open(file, framework="pt") for file in sorted(self.folder.glob("model*.safetensors"))]
+        return {name: partial(file.get_tensor, name) for file in opened for name in _names(file)}
 
     @property
     def adapter_name(self) -> str:
@@ -48,11 +68,13 @@ class SyncedWeights:
 class WeightSync:
     """Keep the folders of the newest versions; each is written once, however many servers read it.
 
-    `write_base`: writes the model under the adapters; then `write` writes an adapter.
+    `write_base`: writes the model under the adapters; then `write` writes an adapter. `copy`: keeps versions in memory;
+    then `write` writes the first one only.
     """
 
-    def __init__(self, root: Path, write: Write, *, write_base: Write | None = None) -> None:
-        self._root, self._write, self._write_base = root, write, write_base
+    def __init__(self, root: Path, write: Write, *, write_base: Write | None = None, copy: Copy | None = None) -> None:
+        assert write_base is None or copy is None
+        self._root, self._write, self._write_base, self._copy = root, write, write_base, copy
         self._lock = asyncio.Lock()
         self._base: Path | None = None
         self.newest: SyncedWeights | None = None
@@ -63,7 +85,14 @@ class WeightSync:
         async with self._lock:
             if self.newest is not None and self.newest.version == version:
                 return self.newest
-            if isinstance(handle, WeightsFolder) and self._write_base is None:
+            if self._copy is not None and self.newest is not None:
+                with boundary(SamplerError, "the weights cannot be copied for the servers"):
+                    tensors, copied = await self._copy()
+                self.newest = SyncedWeights(
+                    version=version, folder=self.newest.folder, fingerprint=copied, tensors=tensors
+                )
+                return self.newest
+            if isinstance(handle, WeightsFolder) and self._write_base is None and self._copy is None:
                 self.newest = SyncedWeights(version=version, folder=handle.path, fingerprint=handle.fingerprint)
                 return self.newest
             if self._write_base is not None and self._base is None:
@@ -80,6 +109,7 @@ class WeightSync:
                 fingerprint=written,
                 is_adapter=self._write_base is not None,
                 base=self._base,
+                tensors=None if self._copy is None else (await self._copy())[0],
             )
             return self.newest
 
@@ -98,6 +128,14 @@ class WeightSync:
         with boundary(SamplerError, f"the weights cannot be written into {folder}"):
             await asyncio.to_thread(_make_empty, folder)
             return await write(folder)
+
+
+def _names(file: Any) -> list[str]:
+    return list(file.keys())
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _make_empty(folder: Path) -> None:
@@ -140,11 +178,9 @@ def write_model(lm: LanguageModel, folder: Path, *, base_only: bool = False) -> 
     keeps the old head of a tied model when its weights are replaced.
     """
     model = lm.model
-    state = _base_state(model) if base_only else merged_state_dict(model)
+    state = served_state(lm, base_only=base_only)
     config = copy.deepcopy(model.config)
-    if getattr(config, "tie_word_embeddings", False):
-        config.tie_word_embeddings = False
-        state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
+    config.tie_word_embeddings = False if "lm_head.weight" in state else config.tie_word_embeddings
     config.architectures = config.architectures or [type(model).__name__]
     state = {name: tensor.detach().to("cpu").contiguous() for name, tensor in state.items()}
     _check_room(folder, sum(tensor.nbytes for tensor in state.values()))
@@ -160,6 +196,22 @@ def write_model(lm: LanguageModel, folder: Path, *, base_only: bool = False) -> 
     return fingerprint(model.named_parameters())
 
 
+def copy_model(lm: LanguageModel) -> tuple[dict[str, Tensor], str]:
+    """Copy the tensors that `write_model` writes into this machine's memory; return them with the fingerprint."""
+    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in served_state(lm).items()}
+    return state, fingerprint(lm.model.named_parameters())
+
+
+def served_state(lm: LanguageModel, *, base_only: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a model as servers load it, with a head of its own where the model ties it."""
+    state = _base_state(lm.model) if base_only else merged_state_dict(lm.model)
+    if getattr(lm.model.config, "tie_word_embeddings", False):
+        embedding = lm.model.get_input_embeddings()
+        name = next(name for name, module in lm.model.named_modules() if module is embedding)
+        state.setdefault("lm_head.weight", state[f"{name}.weight"])
+    return split_experts(lm.model, state)
+
+
 def write_adapter(lm: LanguageModel, folder: Path) -> str:
     """Write the adapter of a model; return the fingerprint of the model with it."""
     save_adapter(lm.model, folder, base_model=Path(lm.source).name)
@@ -171,7 +223,7 @@ def _base_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     state = {}
     for name, tensor in model.state_dict().items():
         owner, _, leaf = name.rpartition(".")
-        if isinstance(layers.get(owner), LoraLinear):
+        if owner in layers:
             continue  # the adapter's own
         plain = owner.removesuffix(".base")
         state[f"{plain}.{leaf}" if plain in layers and owner.endswith(".base") else name] = tensor

@@ -15,6 +15,7 @@ from torch import nn
 
 from headrace.errors import ModelError
 from headrace.model.lora import lora_layers
+from headrace.model.supported import decoder_layers
 
 COMPILED = "_headrace_compiled"
 FUSED = "_headrace_fused"  # on a layer: a function that takes the place of its class's (`model/cuda/layers.py`)
@@ -27,7 +28,7 @@ def compile_layers(model: Any) -> None:
     """
     if any(True for _ in lora_layers(model)):
         raise ModelError("model.compile does not go with [model.lora]: set it to false")
-    for layer in model.base_model.layers:
+    for layer in decoder_layers(model):
         setattr(layer, COMPILED, True)
         layer.forward = MethodType(_compiled, layer)  # bound to the layer, so a deep copy of the model uses its own
 

@@ -27,6 +27,7 @@ from headrace.model.attention import Packed, packed_keys
 from headrace.model.cpu.packed_linear import PackedLinear
 from headrace.model.cuda.compile import FUSED
 from headrace.model.lora import LoraLinear
+from headrace.model.supported import decoder_layers
 
 FP16, BF16 = torch.float16, torch.bfloat16
 Fp16Operand = tuple[Tensor, Tensor | None]  # bit-cast float16 numbers, and their bfloat16 copy if there is one
@@ -57,7 +58,7 @@ def supports_fp16_matmul(layer: Any) -> bool:
 
 def cache_dtype(model: Any, dtype: torch.dtype) -> torch.dtype:
     """Return the type of the keys and values that a model in `dtype` puts into the KV cache."""
-    first = model.base_model.layers[0]
+    first = decoder_layers(model)[0]
     return FP16 if dtype == BF16 and hasattr(first, FUSED) and supports_fp16_matmul(first) else dtype
 
 

@@ -6,6 +6,7 @@ belong to the step. The newest batches can be read back; those that do not fit i
 
 import logging
 import shutil
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ class DataBuffer:
     A step is `store_rollouts`, which begins a transaction, and `store_evaluation`, which commits it. An evaluation of
     held-out tasks, which has no rollouts to train on, is a transaction of its own.
 
+    One thread stores; `prepare_batch` and `statistics` may be called on any.
+
     If the stage is `repeatable`, each commit is compared with the one that a resume has discarded in its place.
     """
 
@@ -60,6 +63,7 @@ class DataBuffer:
         self._memory_bytes, self._kept_steps = memory_bytes, kept_steps
         self._batches: OrderedDict[int, Batch | _Spilled] = OrderedDict()
         self._bytes: dict[int, int] = {}  # of the batches in memory
+        self._lock = threading.Lock()  # of the batches
         self._open: tuple[int, StoredRollouts] | None = None  # the step whose transaction has begun
         self._spilled_steps = self._replayed = self._differing = 0
         self.cursor: Callable[[], Mapping[str, Any]] | None = None  # where the tasks stand
@@ -95,13 +99,14 @@ class DataBuffer:
 
         Raises RunFolderError for a step that is not kept any more.
         """
-        batch = self._batches.get(step)
-        if batch is None:
-            kept = ", ".join(str(kept) for kept in self._batches) or "none"
-            raise RunFolderError(f"the batch of step {step} is not in the buffer any more; kept steps: {kept}")
-        if not isinstance(batch, _Spilled):
-            return batch
-        return tuple(episode for episode in load_trajectories(batch.path) if isinstance(episode, CreditedEpisode))
+        with self._lock:  # its file may not be removed meanwhile
+            batch = self._batches.get(step)
+            if batch is None:
+                kept = ", ".join(str(kept) for kept in self._batches) or "none"
+                raise RunFolderError(f"the batch of step {step} is not in the buffer any more; kept steps: {kept}")
+            if not isinstance(batch, _Spilled):
+                return batch
+            return tuple(episode for episode in load_trajectories(batch.path) if isinstance(episode, CreditedEpisode))
 
     def store_evaluation(self, step: int, values: Mapping[str, float]) -> None:
         """Commit a step, or an evaluation without rollouts, whose `values` are the newest record of metrics.jsonl."""
@@ -123,17 +128,18 @@ class DataBuffer:
 
     def statistics(self) -> dict[str, int]:
         """Count commits, batches and bytes in memory, batches on the disk, and steps that a resume played again."""
-        in_memory = [batch for batch in self._batches.values() if not isinstance(batch, _Spilled)]
-        return {
-            "commits": len(self._commits),
-            "open": int(self._open is not None),
-            "batches_in_memory": len(in_memory),
-            "bytes_in_memory": sum(self._bytes.values()),
-            "batches_on_disk": len(self._batches) - len(in_memory),
-            "spilled": self._spilled_steps,
-            "replayed": self._replayed,
-            "replayed_differently": self._differing,
-        }
+        with self._lock:
+            in_memory = [batch for batch in self._batches.values() if not isinstance(batch, _Spilled)]
+            return {
+                "commits": len(self._commits),
+                "open": int(self._open is not None),
+                "batches_in_memory": len(in_memory),
+                "bytes_in_memory": sum(self._bytes.values()),
+                "batches_on_disk": len(self._batches) - len(in_memory),
+                "spilled": self._spilled_steps,
+                "replayed": self._replayed,
+                "replayed_differently": self._differing,
+            }
 
     # --- hooks of the loops ----------------------------------------------------------------------------------------
 
@@ -160,19 +166,23 @@ class DataBuffer:
     def close(self) -> None:
         """Close the file of commits and remove what was spilled."""
         self._commits.close()
-        self._batches.clear()
-        self._remove_spilled()
+        with self._lock:
+            self._batches.clear()
+            self._bytes.clear()
+            self._remove_spilled()
 
     # --- memory and disk -------------------------------------------------------------------------------------------
 
     def _keep(self, step: int, batch: Batch) -> None:
         """Keep a batch, forget the oldest, and move the oldest of those in memory to the disk until the rest fits."""
-        self._forget(step)
-        self._batches[step], self._bytes[step] = batch, sum(_num_bytes(credited) for credited in batch)
-        while len(self._batches) > self._kept_steps:
-            self._forget(next(iter(self._batches)))
-        while self._bytes and sum(self._bytes.values()) > self._memory_bytes:
-            self._spill(next(iter(self._bytes)))
+        num_bytes = sum(_num_bytes(credited) for credited in batch)
+        with self._lock:
+            self._forget(step)
+            self._batches[step], self._bytes[step] = batch, num_bytes
+            while len(self._batches) > self._kept_steps:
+                self._forget(next(iter(self._batches)))
+            while self._bytes and sum(self._bytes.values()) > self._memory_bytes:
+                self._spill(next(iter(self._bytes)))
 
     def _spill(self, step: int) -> None:
         batch, path = self._batches[step], self._spill_to / f"step_{step:06d}.jsonl"

@@ -118,6 +118,12 @@ CURVES = (
         "update was a careful one.",
     ),
     Curve(
+        title="Importance ratios",
+        names=(("loss/ratio_max", "largest"), ("loss/ratio_mean", "mean"), ("loss/ratio_min", "smallest")),
+        explanation="How much likelier the policy makes a trained token than the policy that sampled it did; all are "
+        "near 1 in a careful update, and the clip bounds matter where they are not.",
+    ),
+    Curve(
         title="Entropy",
         names=(("loss/entropy", "entropy"), ("rollout/entropy", "estimated from the sampled tokens")),
         explanation="How undecided the model is between next tokens, in nats; it falls as the model grows sure, and a "

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.observe.report.svg import number
-from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord
+from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, NoteRecord
+from headrace.printable import single_line
 
 MAX_TURNS = 40
 MAX_CHARACTERS = 4000
+MAX_NOTE_CHARACTERS = 200  # of what a reward function said
 PER_FILE = 3
 
 
@@ -57,18 +59,25 @@ KINDS: dict[tuple[bool, bool], str] = {
     (False, False): "Not solved either time",
     (True, False): "No longer solved",
 }
+REWARD_KINDS: dict[int, str] = {1: "Higher reward", 0: "Equal reward", -1: "Lower reward"}  # if nothing says success
 
 
 def compare(
     before_label: str, before: Sequence[EpisodeRecord], after_label: str, after: Sequence[EpisodeRecord]
 ) -> EpisodeComparison:
-    """Pair the first episodes of each task that both files have; show the first pair of each kind of change."""
+    """Pair the first episodes of each task that both files have; show the first pair of each kind of change.
+
+    The kinds are those of success; if no episode was judged by success, those of reward.
+    """
     firsts = [{line.task.id: line for line in reversed(lines)} for lines in (before, after)]
     tasks = [task for task in dict.fromkeys(line.task.id for line in before) if task in firsts[1]]
-    kinds = {task: (bool(firsts[0][task].verdict), bool(firsts[1][task].verdict)) for task in tasks}
+    pairs = {task: (firsts[0][task], firsts[1][task]) for task in tasks}
+    judged = any(line.verdict is not None for pair in pairs.values() for line in pair)
+    headings = KINDS.values() if judged else REWARD_KINDS.values()
+    kinds = {task: _success_change(*pair) if judged else _reward_change(*pair) for task, pair in pairs.items()}
     rows, tally = [], []
-    for kind, heading in KINDS.items():
-        of_kind = [task for task in tasks if kinds[task] == kind]
+    for heading in headings:
+        of_kind = [task for task in tasks if kinds[task] == heading]
         tally.append((heading, len(of_kind)))
         if of_kind:
             pair = ((before_label, firsts[0][of_kind[0]]), (after_label, firsts[1][of_kind[0]]))
@@ -78,6 +87,15 @@ def compare(
     if not tasks:
         return EpisodeComparison(rows=(sample_file(before_label, before), sample_file(after_label, after)), tally=())
     return EpisodeComparison(rows=tuple(rows), tally=tuple(tally))
+
+
+def _success_change(before: EpisodeRecord, after: EpisodeRecord) -> str:
+    return KINDS[bool(before.verdict), bool(after.verdict)]
+
+
+def _reward_change(before: EpisodeRecord, after: EpisodeRecord) -> str:
+    first, last = before.reward.total, after.reward.total
+    return REWARD_KINDS[(last > first) - (last < first)]
 
 
 def sample_file(label: str, lines: Sequence[EpisodeRecord]) -> ComparisonRow:
@@ -97,6 +115,7 @@ def conversation(when: str, line: EpisodeRecord) -> Conversation:
     badges = [_verdict(line.verdict), ("plain", f"reward {number(line.reward.total)}")]
     if line.truncated:
         badges.append(("warn", "cut off by a limit"))
+    badges += [("plain", _note(note)) for note in line.reward.notes_of(None)]
     turns = tuple(
         ConversationTurn(
             role=message.role,
@@ -124,7 +143,15 @@ def _step_badges(line: EpisodeRecord, index: int) -> tuple[tuple[str, str], ...]
     if line.advantages is not None and line.advantages[index]:
         advantage = line.advantages[index]
         badges.append(("good" if advantage > 0 else "bad", f"advantage {advantage:+.2f}"))
+    badges += [("plain", _note(note)) for note in line.reward.notes_of(index)]
     return tuple(badges)
+
+
+def _note(note: NoteRecord) -> str:
+    """Say in few words what a reward function said."""
+    text = f"{note.term}: {note.text}" if note.term else note.text
+    text = single_line(text, MAX_NOTE_CHARACTERS)
+    return text if len(text) <= MAX_NOTE_CHARACTERS else f"{text[: MAX_NOTE_CHARACTERS - 1]}…"
 
 
 def _text(message: MessageRecord) -> str:

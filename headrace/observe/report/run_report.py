@@ -5,8 +5,6 @@ direction marks included; a content security policy allows only the script named
 folder, so it can be written again at any time.
 """
 
-import base64
-import hashlib
 import logging
 import os
 import re
@@ -16,20 +14,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup
-
 from headrace.errors import RunFolderError, boundary
+from headrace.observe.config_changes import RecordedChanges, read_changes
 from headrace.observe.json_lines import write_whole
 from headrace.observe.report.async_charts import flow_charts, flow_names
 from headrace.observe.report.charts import TIMES, charts, other_charts, other_names, stages_of
 from headrace.observe.report.episodes import EpisodeComparison, compare, sample_file
+from headrace.observe.report.html_page import page_environment, report_parts
+from headrace.observe.report.subject import subjects
 from headrace.observe.report.svg import number, percent
 from headrace.observe.rollouts.records import EpisodeRecord, readable_lines
 from headrace.observe.run_folder import RunFolder
+from headrace.observe.run_warnings import RunWarning, read_warnings
 from headrace.observe.sinks.jsonl import MetricRecord, readable_metrics
-from headrace.observe.sinks.progress import EVAL, duration
-from headrace.printable import visible
+from headrace.observe.sinks.progress import EVAL, EVAL_REWARD, duration
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +41,12 @@ STAGE_NAMES: Mapping[str, str] = {
 EVAL_ORDER = ("base", "sft", "distill", "dpo", "reward_model", "rl")
 MAX_OTHER_CHARTS = 48
 EQUAL_STEPS = 10  # training steps with equal rewards that are worth a note
+DEAD_SHARE = 0.5  # of all groups without contrast that is worth a note
+SHOWN_BY_METRICS = (
+    "rewards: equal",
+    "rewards: negative",
+    "dead groups",
+)  # warnings that `reward_findings` tells better
 Value = TypeVar("Value")
 _FILE = re.compile(r"eval_.*\.jsonl|step_\d+\.jsonl")
 
@@ -71,15 +75,25 @@ def write_report(folder: Path, summary: Mapping[str, float | str] | None = None)
     nothing: Mapping[str, Any] = {}
     config = _readable(run.config, run.read_config, nothing, left_out)
     environment = _readable(run.environment, run.read_environment, nothing, left_out)
+    unchanged: list[RecordedChanges] = []
+    changes = _readable(run.config_changes, lambda: read_changes(run.config_changes), unchanged, left_out)
     comparison = _comparison(run, left_out)
+    kept: tuple[RunWarning, ...] = _readable(run.warnings, lambda: read_warnings(run.warnings), (), left_out)
+    told = [warning.text for warning in kept if warning.name not in SHOWN_BY_METRICS]
     text = _readable(run.config, lambda: run.config.read_text(encoding="utf-8", errors="replace"), "", [])
     page = render(
         name=str(_table(config, "run").get("name", folder.name)),
+        about=subjects(config),
         records=records,
         comparison=comparison,
         config=text,
-        facts=[*_facts(config, environment, records, summary or {}), *(("Left out", note) for note in left_out)],
+        facts=[
+            *_facts(config, environment, records, summary or {}),
+            *((f"Changed from {made.place} on", "; ".join(map(str, made.changes))) for made in changes),
+            *(("Left out", note) for note in left_out),
+        ],
         summary=summary or {},
+        warnings=[*reward_findings(records), *told],
     )
     for note in left_out:
         logger.warning("the report leaves out %s", note)
@@ -119,40 +133,38 @@ def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def render(
     *,
     name: str,
+    about: Sequence[tuple[str, str]] = (),
     records: Sequence[MetricRecord],
     comparison: EpisodeComparison | None,
     config: str,
     facts: Sequence[tuple[str, str]],
     summary: Mapping[str, float | str],
+    warnings: Sequence[str] = (),
 ) -> str:
     """Render the page; pure but for reading the template beside this file."""
-    package = files("headrace.observe.report")
-    script = (package / "report.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     in_flow = flow_names(records)
     others = [name for name in other_names(records) if name not in in_flow]
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_visible
+    template = (files("headrace.observe.report") / "report.html").read_text(encoding="utf-8")
+    return (
+        page_environment()
+        .from_string(template)
+        .render(
+            name=name,
+            about=about,
+            stages=[(stage, STAGE_NAMES.get(stage, stage)) for stage in stages_of(records)],
+            bars=headline(records, summary),
+            held_out_losses=held_out_losses(records),
+            held_out_rewards=held_out_rewards(records),
+            facts=facts,
+            warnings=warnings,
+            charts=(*charts(records), *flow_charts(records)),
+            others=other_charts(records, others[:MAX_OTHER_CHARTS]),
+            num_others=len(others),
+            comparison=comparison,
+            config=config,
+            **report_parts(),
+        )
     )
-    return environment.from_string((package / "report.html").read_text(encoding="utf-8")).render(
-        name=name,
-        stages=[(stage, STAGE_NAMES.get(stage, stage)) for stage in stages_of(records)],
-        bars=headline(records, summary),
-        facts=facts,
-        charts=(*charts(records), *flow_charts(records)),
-        others=other_charts(records, others[:MAX_OTHER_CHARTS]),
-        num_others=len(others),
-        comparison=comparison,
-        config=config,
-        style=Markup((package / "report.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=digest,
-    )
-
-
-def _visible(value: Any) -> Any:
-    """Escape what would act instead of being displayed, in every text that the template shows but markup of ours."""
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 # --- headline --------------------------------------------------------------------------------------------------------
@@ -193,6 +205,24 @@ def headline(records: Sequence[MetricRecord], summary: Mapping[str, float | str]
     )
 
 
+def held_out_losses(records: Sequence[MetricRecord]) -> tuple[tuple[str, str, str], ...]:
+    """Return the stages that measured a loss on held-out conversations or pairs, with the first and the last of it."""
+    losses: dict[str, list[float]] = {}
+    for record in records:
+        if "eval/loss" in record.values:
+            losses.setdefault(record.stage, []).append(record.values["eval/loss"])
+    return tuple((STAGE_NAMES.get(stage, stage), number(of[0]), number(of[-1])) for stage, of in losses.items())
+
+
+def held_out_rewards(records: Sequence[MetricRecord]) -> tuple[tuple[str, str, str], ...]:
+    """Return the stages whose held-out tasks have rewards and no success, with the first and the last mean reward."""
+    rewards: dict[str, list[float]] = {}
+    for record in records:
+        if EVAL_REWARD in record.values and EVAL not in record.values:
+            rewards.setdefault(record.stage, []).append(record.values[EVAL_REWARD])
+    return tuple((STAGE_NAMES.get(stage, stage), number(of[0]), number(of[-1])) for stage, of in rewards.items())
+
+
 def _rank(stage: str) -> tuple[int, str]:
     return (EVAL_ORDER.index(stage) if stage in EVAL_ORDER else len(EVAL_ORDER), stage)
 
@@ -204,7 +234,7 @@ def _facts(
     summary: Mapping[str, float | str],
 ) -> list[tuple[str, str]]:
     """Collect the facts under the headline: model, steps, time, machine, and other entries of the summary."""
-    facts = [("Rewards", finding) for finding in reward_findings(records)]
+    facts = []
     if "path" in _table(config, "model"):
         facts.append(("Model", str(_table(config, "model")["path"])))
     for stage in stages_of(records):
@@ -232,7 +262,7 @@ def _facts(
 
 
 def reward_findings(records: Sequence[MetricRecord]) -> list[str]:
-    """Say which training steps had rewards that teach nothing: all equal, or none above 0."""
+    """Say which training steps had rewards that teach nothing: all equal, none above 0, or equal within most groups."""
     steps = [record.values for record in records if {"reward/min", "reward/max"} <= set(record.values)]
     equal = sum(values["reward/min"] == values["reward/max"] for values in steps)
     findings = []
@@ -242,6 +272,13 @@ def reward_findings(records: Sequence[MetricRecord]) -> list[str]:
         )
     if steps and max(values["reward/max"] for values in steps) <= 0:
         findings.append(f"no episode of {len(steps)} training steps had a reward above 0")
+    dead = [record.values["credit/dead_groups"] for record in records if "credit/dead_groups" in record.values]
+    share = sum(dead) / max(len(dead), 1)
+    if share > DEAD_SHARE and equal < len(steps):
+        findings.append(
+            f"{percent(share)} of the groups were dead: all episodes of such a group had the same reward, so it taught "
+            "nothing"
+        )
     return findings
 
 

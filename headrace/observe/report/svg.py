@@ -7,7 +7,7 @@ than the other, so stages stand side by side, each with its own scale.
 import html
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
 
@@ -39,6 +39,8 @@ class Series:
     style: str  # CSS class
     stages: Mapping[str, tuple[Point, ...]]  # points by stage, in the order of the run; a stage may have none
     marked: bool = False  # draw every point
+    # bounds of each point by stage, (lows, highs) beside `stages`; a stage without them has no area around its curve
+    bounds: Mapping[str, tuple[tuple[Point, ...], tuple[Point, ...]]] = field(default_factory=dict)
 
     @property
     def values(self) -> list[float]:
@@ -176,11 +178,14 @@ def percent(value: float) -> str:
 
 
 def curve_chart(title: str, series: Sequence[Series], *, share: bool = False) -> str:
-    """Draw curves over training steps; a long noisy one is drawn faint, with its moving mean on top."""
-    axis = value_axis([value for curve in series for value in curve.values], share=share)
+    """Draw curves over training steps, on the areas of their bounds; a long noisy one is drawn faint, with its moving
+    mean on top."""
+    bounds = [point.value for curve in series for sides in curve.bounds.values() for side in sides for point in side]
+    axis = value_axis([*(value for curve in series for value in curve.values), *bounds], share=share)
     form = percent if share else number
     frame = panels(series)
     body = [_frame(frame, axis, form)]
+    body += [_area(curve, panel, axis) for curve in series for panel in frame if panel.stage in curve.bounds]
     for curve in series:
         for panel in frame:
             stage_points = curve.stages.get(panel.stage, ())
@@ -282,6 +287,13 @@ def _curve(series: Series, stage_points: Sequence[Point], panel: Panel, axis: Ax
     means = smooth([point.value for point in stage_points])
     mean = [(x, _y(axis, value)) for (x, _), value in zip(raw, means, strict=True)]
     return _polyline(raw, f"curve raw {style}") + _polyline(mean, f"curve {style}")
+
+
+def _area(series: Series, panel: Panel, axis: Axis) -> str:
+    lows, highs = series.bounds[panel.stage]
+    places = [(panel.place(point.last), _y(axis, point.value)) for point in (*highs, *reversed(lows))]
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polygon class="area {escape(series.style)}" points="{corners}"/>'
 
 
 def _polyline(places: Sequence[tuple[float, float]], style: str) -> str:

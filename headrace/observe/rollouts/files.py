@@ -5,6 +5,8 @@ as runs, raw log-probs only when they differ from the sampler's.
 """
 
 import json
+import zlib
+from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from headrace.observe.rollouts.records import (
     SCHEMA,
     CreditRecord,
     EpisodeRecord,
+    ExpertsRecord,
     MessageRecord,
     StepRecord,
     TokensRecord,
@@ -29,11 +32,13 @@ from headrace.types import (
     Completion,
     CreditedEpisode,
     Episode,
+    ExpertArray,
     FailedEpisode,
     FloatArray,
     IntArray,
     Message,
     Reward,
+    RewardNote,
     ScoredEpisode,
     Step,
     StepCredit,
@@ -157,6 +162,8 @@ def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dic
     episode = _scored(saved).episode
     before = [int_array([]), *(_all_tokens(step) for step in episode.steps)]
     steps = [_step_fields(step, before[k], lean=lean) for k, step in enumerate(episode.steps)]
+    if not lean and any(step.completion.experts is not None for step in episode.steps):
+        steps = _with_experts(steps, [step.completion.experts for step in episode.steps])
     value_fields: dict[str, Any] = {}
     if isinstance(saved, CreditedEpisode):
         steps = [step | {"credit": credit} for step, credit in zip(steps, _credit_fields(saved), strict=True)]
@@ -177,6 +184,38 @@ def _played_fields(saved: ScoredEpisode | CreditedEpisode, *, lean: bool) -> dic
     }
 
 
+def _with_experts(steps: Sequence[dict[str, Any]], recorded: Sequence[ExpertArray | None]) -> list[dict[str, Any]]:
+    """Add the experts of each step's tokens, without those that are the previous step's."""
+    saved = []
+    for step, before, experts in zip(steps, (None, *recorded), recorded, strict=False):
+        if experts is None:
+            saved.append(step)
+            continue
+        shared = 0 if before is None else _common_rows(before, experts)
+        data = zlib.compress(np.ascontiguousarray(experts[shared:], dtype="<i2").tobytes())
+        fields = {"shared": shared, "shape": list(experts.shape[1:]), "data": b64encode(data).decode()}
+        saved.append(step | {"tokens": step["tokens"] | {"experts": fields}})
+    return saved
+
+
+def _common_rows(left: ExpertArray, right: ExpertArray) -> int:
+    """Count the tokens from the first on that have the same experts."""
+    size = min(len(left), len(right))
+    differing = np.flatnonzero((left[:size] != right[:size]).any(axis=(1, 2)))
+    return int(differing[0]) if len(differing) else size
+
+
+def _experts(saved: ExpertsRecord | None, before: ExpertArray | None) -> ExpertArray | None:
+    if saved is None:
+        return None
+    data = np.frombuffer(zlib.decompress(b64decode(saved.data)), dtype="<i2").reshape(-1, *saved.shape)
+    shared = np.zeros((0, *saved.shape), dtype=np.int16) if before is None else before[: saved.shared]
+    assert len(shared) == saved.shared
+    experts = np.concatenate([shared, data]).astype(np.int16)
+    experts.setflags(write=False)
+    return experts
+
+
 def _with_values(steps: Sequence[dict[str, Any]], token_values: TokenValues) -> list[dict[str, Any]]:
     """Add the critic's values and KL penalties to each step's tokens."""
     penalties = token_values.penalties or (None,) * len(steps)
@@ -194,6 +233,16 @@ def _reward_fields(reward: Reward) -> dict[str, Any]:
         "steps": None if reward.steps is None else list(reward.steps),
         "success": reward.success,
         **({"printed": reward.printed} if reward.printed else {}),
+        **({"notes": [_note_fields(note) for note in reward.notes]} if reward.notes else {}),
+    }
+
+
+def _note_fields(note: RewardNote) -> dict[str, Any]:
+    return {
+        "term": note.term,
+        **({} if note.step is None else {"step": note.step}),
+        **({"reason": note.reason} if note.reason else {}),
+        **({"metrics": dict(note.metrics)} if note.metrics else {}),
     }
 
 
@@ -278,13 +327,13 @@ def _shortest(values: FloatArray) -> list[float]:
 def episode_of(line: EpisodeRecord, where: str) -> ScoredEpisode | CreditedEpisode:
     """Build the episode of a line that has its tokens; `where` names the line in errors."""
     steps: list[Step] = []
-    before = int_array([])
+    before, experts = int_array([]), None
     for saved in line.steps:
         if saved.tokens is None:
             raise RunFolderError(f"{where} was saved lean: its tokens are not there, only what can be read")
         with boundary(RunFolderError, f"{where} has token arrays that do not fit together"):
-            steps.append(_step(saved, saved.tokens, before))
-        before = _all_tokens(steps[-1])
+            steps.append(_step(saved, saved.tokens, before, experts))
+        before, experts = _all_tokens(steps[-1]), steps[-1].completion.experts
     scored = _scored_of(line, steps)
     if line.group_id is None or line.advantages is None:
         return scored
@@ -341,6 +390,10 @@ def _scored_of(line: EpisodeRecord, steps: Sequence[Step]) -> ScoredEpisode:
             steps=reward.steps,
             success=reward.success,
             printed=reward.printed,
+            notes=tuple(
+                RewardNote(term=note.term, step=note.step, reason=note.reason, metrics=note.metrics)
+                for note in reward.notes
+            ),
         ),
     )
 
@@ -375,7 +428,7 @@ def _parts(credits: Sequence[CreditRecord]) -> tuple[StepCredit, ...] | None:
     return tuple(parts) if len(parts) == len(credits) else None
 
 
-def _step(saved: StepRecord, tokens: TokensRecord, before: IntArray) -> Step:
+def _step(saved: StepRecord, tokens: TokensRecord, before: IntArray, experts: ExpertArray | None) -> Step:
     sampler_logprobs = float_array(tokens.sampler_logprobs)
     raw = tokens.raw_logprobs
     prompt = np.concatenate([before[: tokens.prompt_shared], np.array(tokens.prompt_rest, dtype=np.int32)])
@@ -389,6 +442,7 @@ def _step(saved: StepRecord, tokens: TokensRecord, before: IntArray) -> Step:
             versions=int_array(version for version, count in tokens.versions for _ in range(count)),
             stop=saved.stop,
             next_logprobs=None if tokens.next_logprobs is None else _with_nan(tokens.next_logprobs),
+            experts=_experts(tokens.experts, experts),
         ),
         action=saved.action,
         state=saved.state,

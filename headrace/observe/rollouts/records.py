@@ -4,6 +4,7 @@ The schema version is strict: a line of another version is refused. Unknown keys
 add theirs. A lean line has no token arrays. A failed episode has a line too, with its reason in place of a reward.
 """
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import field, replace
@@ -46,6 +47,15 @@ class TaskRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class ExpertsRecord:
+    """The experts of a step's tokens, prompt included, but the last."""
+
+    shared: int  # the first so many are those of the previous step,
+    shape: tuple[int, int]  # routers, experts of a token
+    data: str  # and the others these: 16-bit integers [tokens, routers, experts], deflated, in base64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class TokensRecord:
     """The token arrays of a step."""
 
@@ -57,6 +67,7 @@ class TokensRecord:
     versions: tuple[tuple[int, int], ...]  # runs of (version, count)
     next_logprobs: tuple[float | None, ...] | None = None  # None: not known, of a token or of all
     values: tuple[float, ...] | None = None  # a critic's, before each token
+    experts: "ExpertsRecord | None" = None  # of a mixture of experts
     penalties: tuple[float, ...] | None = None  # of the KL, in each token's reward; if a critic gave the advantages
 
 
@@ -95,12 +106,37 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
+class NoteRecord:
+    """Keep what a reward function said beside the number (`headrace.types.RewardNote`)."""
+
+    term: str = ""
+    step: int | None = None  # None: of the episode
+    reason: str = ""
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The reason and the metrics in one text."""
+        metrics = ", ".join(f"{name} {_metric_text(value)}" for name, value in self.metrics.items())
+        return "; ".join(filter(None, (self.reason, metrics)))
+
+
+def _metric_text(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)
 class RewardRecord:
     total: float
     parts: dict[str, float] = field(default_factory=dict)
     steps: tuple[float, ...] | None = None
     success: bool | None = None
     printed: str = ""  # by reward functions
+    notes: tuple[NoteRecord, ...] = ()
+
+    def notes_of(self, step: int | None) -> tuple[NoteRecord, ...]:
+        """The notes of a step, or those of the episode for None."""
+        return tuple(note for note in self.notes if note.step == step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)

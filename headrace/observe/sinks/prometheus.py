@@ -18,6 +18,7 @@ from headrace.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PREFIX = "headrace_"
+CLOSE_S = 30.0
 _NOT_A_NAME = re.compile(r"[^a-zA-Z0-9_]")
 Labels = tuple[tuple[str, str], ...]
 
@@ -50,6 +51,11 @@ class Gauges(Collector):
             self._sources.move_to_end(labels)
             while len(self._sources) > self._max:
                 self._sources.popitem(last=False)
+
+    def remove(self, labels: Labels) -> None:
+        """Forget a source that has ended: a value that never changes again would be scraped for ever."""
+        with self._lock:
+            self._sources.pop(labels, None)
 
     def collect(self) -> list[Metric]:
         return self.families()
@@ -107,7 +113,7 @@ class Exporter:
 
     def close(self) -> None:
         self._server.shutdown()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
         self._server.server_close()
 
 

@@ -1,4 +1,4 @@
-"""Combine sinks: send metrics to several, and let an optional one fail without ending the run."""
+"""Combine sinks: send metrics to several, let an optional one fail without ending the run, and thin out records."""
 
 import contextlib
 import logging
@@ -29,6 +29,33 @@ class TeeSink:
         with contextlib.ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)
+
+
+class EverySink:
+    """Passes on every n-th step, the last one, and every record of an evaluation; the others are left out.
+
+    Values are those of the step itself: nothing is averaged or added up over the steps between.
+    """
+
+    def __init__(self, sink: MetricSink, *, every: int, last: int) -> None:
+        assert every > 0
+        self._sink, self._every, self._last = sink, every, last
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if is_logged(step, values, every=self._every, last=self._last):
+            self._sink.log(step, values)
+
+    def close(self) -> None:
+        self._sink.close()
+
+
+def is_logged(step: int, values: Mapping[str, float], *, every: int, last: int) -> bool:
+    """Tell whether a record is one of those that `run.log_every` asks for.
+
+    >>> [is_logged(step, {}, every=3, last=7) for step in range(8)]
+    [True, False, False, True, False, False, True, True]
+    """
+    return step % every == 0 or step == last or any(name.startswith("eval/") for name in values)
 
 
 class OptionalSink:

@@ -7,5 +7,6 @@
 - `terminal`: tables for a terminal.
 - `page`: one self-contained HTML page.
 - `recredit_tables`: compare credit before and after.
+- `task_text`: the question and the expected answer of a task, and tool calls as text.
 - `safe_text`: escape text for terminals.
 """

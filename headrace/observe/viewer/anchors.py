@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from headrace.observe.rollouts.records import EpisodeRecord, StepRecord
 from headrace.observe.viewer.catalog import finite_mean
+from headrace.observe.viewer.task_text import action_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +16,7 @@ class AnchorVisit:
     episode: str
     index: int
     action: str
+    brief: str  # the action in short: its tool calls, or its last line
     reward: float
     returns: float | None  # None before credit, as the two advantages
     step_advantage: float | None
@@ -93,6 +95,7 @@ def visit(line: EpisodeRecord, index: int) -> AnchorVisit:
         episode=line.id,
         index=index,
         action=step.action.strip(),
+        brief=action_text(line, index),
         reward=line.step_rewards[index],
         returns=_credit(step, "G"),
         step_advantage=_credit(step, "A_S"),

@@ -13,10 +13,13 @@ from pathlib import Path
 
 from headrace.errors import ConfigError, RunFolderError
 from headrace.observe.rollouts.records import EpisodeRecord, MethodRecord, iter_lines, iter_raw
+from headrace.observe.viewer.safe_text import one_line
+from headrace.observe.viewer.task_text import asked, expected
 from headrace.printable import visible
 
 _STEP_FILE = re.compile(r"step_(\d+)\.jsonl")
 UNCREDITED = "not credited"
+MAX_TASK_TEXT = 300  # characters of a question or an answer in a summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,8 @@ class EpisodeSummary:
     training_step: int | None
     group: str
     task: str
+    asked: str  # the task's question, shortened; "" if its environment asks
+    expected: str  # the expected answer, shortened; "" if the task has none
     id: str
     failed: str | None
     success: bool | None
@@ -39,6 +44,7 @@ class EpisodeSummary:
     num_compared: int  # steps whose state another step of the group shares
     group_size: int | None
     lean: bool
+    found: bool  # the episode has the text that is searched for; without one, every episode is found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +88,14 @@ def find_file(path: Path, *, step: int | None = None) -> Path:
     return evaluated[-1]
 
 
-def read_catalog(path: Path, *, step: int | None = None) -> Catalog:
-    """Summarise every episode of a file; of several training steps in it, those of `step` or of the latest."""
+def read_catalog(path: Path, *, step: int | None = None, search: str | None = None) -> Catalog:
+    """Summarise every episode of a file; of several training steps in it, those of `step` or of the latest. Episodes
+    with the text `search` in them are marked as found."""
     summaries: list[EpisodeSummary] = []
     methods: dict[int | None, MethodRecord | None] = {}
     run: str | None = None
     for place, (_, line) in enumerate(iter_raw(path)):
-        summaries.append(_summarize(place, line))
+        summaries.append(summarize_line(place, line, search))
         if line.credit is not None or line.training_step not in methods:
             methods[line.training_step] = line.credit
         run = run or line.run
@@ -109,8 +116,11 @@ def read_catalog(path: Path, *, step: int | None = None) -> Catalog:
     )
 
 
-def choose(catalog: Catalog, *, task: str | None = None, episode: str | None = None) -> tuple[EpisodeSummary, ...]:
-    """Choose the episodes of a task (its id or an unambiguous prefix) or with an id. Raises ConfigError."""
+def choose(
+    catalog: Catalog, *, task: str | None = None, episode: str | None = None, search: str | None = None
+) -> tuple[EpisodeSummary, ...]:
+    """Choose the episodes of a task (its id or an unambiguous prefix), with an id, or with the text that the catalog
+    was searched for. Raises ConfigError."""
     summaries = catalog.summaries
     if task is not None:
         ids = tuple(dict.fromkeys(summary.task for summary in summaries))
@@ -123,7 +133,29 @@ def choose(catalog: Catalog, *, task: str | None = None, episode: str | None = N
         summaries = tuple(summary for summary in summaries if summary.id == episode)
         if not summaries:
             raise ConfigError(_unknown("episode", episode, ids, [], catalog.path))
+    if search is not None:
+        summaries = tuple(summary for summary in summaries if summary.found)
+        if not summaries:
+            raise ConfigError(
+                f"no episode of {catalog.path} has '{search}' in its messages, actions, or in what rewards said of it"
+            )
     return summaries
+
+
+def has_text(line: EpisodeRecord, search: str) -> bool:
+    """Tell whether an episode has a text in it, in any case of letters: in its messages, tool calls and actions, in
+    what reward functions said and printed, or in the reason for its failure."""
+    wanted = search.casefold()
+    texts = (
+        line.task.id,
+        line.failed or "",
+        line.reward.printed,
+        *(message.content for message in line.messages),
+        *(f"{call.name}({call.arguments})" for message in line.messages for call in message.tool_calls),
+        *(step.action for step in line.steps),
+        *(f"{note.term} {note.text}" for note in line.reward.notes),
+    )
+    return any(wanted in text.casefold() for text in texts)
 
 
 def read_episodes(path: Path, places: Collection[int], *, tokens: bool = False) -> tuple[EpisodeRecord, ...]:
@@ -146,7 +178,8 @@ def group_of(line: EpisodeRecord) -> str:
     return number if separator and number.isdigit() else line.task.id
 
 
-def _summarize(place: int, line: EpisodeRecord) -> EpisodeSummary:
+def summarize_line(place: int, line: EpisodeRecord, search: str | None = None) -> EpisodeSummary:
+    """Summarise an episode at a place of its file."""
     advantages = line.advantages
     credits = [step.credit for step in line.steps if step.credit is not None]
     return EpisodeSummary(
@@ -154,6 +187,8 @@ def _summarize(place: int, line: EpisodeRecord) -> EpisodeSummary:
         training_step=line.training_step,
         group=group_of(line),
         task=line.task.id,
+        asked=one_line(asked(line.task), MAX_TASK_TEXT),
+        expected=one_line(expected(line.task), MAX_TASK_TEXT),
         id=line.id,
         failed=line.failed,
         success=line.verdict,
@@ -166,6 +201,7 @@ def _summarize(place: int, line: EpisodeRecord) -> EpisodeSummary:
         num_compared=sum((credit.peers or 0) > 1 for credit in credits),
         group_size=line.group_size,
         lean=line.lean,
+        found=search is None or has_text(line, search),
     )
 
 
@@ -186,9 +222,12 @@ def finite_mean(values: Sequence[float]) -> float | None:
 def _unknown(what: str, name: str, ids: Sequence[str], matches: Sequence[str], path: Path) -> str:
     if matches:
         return f"several {what}s of {path} begin with '{name}': {_listed(matches)}"
-    near = get_close_matches(name, ids, n=3, cutoff=0.5)
+    group = name.partition("/")[0] + "/"
+    alike = ids if what == "task" else [id for id in ids if id.startswith(group)]
+    near = get_close_matches(name, alike, n=3, cutoff=0.5)
+    others = "" if near or what == "task" else "; --step N looks into another training step"
     return f"there is no {what} '{name}' in {path}; " + (
-        f"did you mean {_listed(near)}?" if near else f"there are {_listed(ids)}"
+        f"did you mean {_listed(near)}?" if near else f"there are {_listed(ids)}{others}"
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from headrace.observe.rollouts.records import EpisodeRecord
 from headrace.observe.viewer.anchors import AnchorVisit, visit
 from headrace.observe.viewer.catalog import finite_mean
-from headrace.observe.viewer.safe_text import figure, is_dust, last_line, one_line, short_key, times
+from headrace.observe.viewer.safe_text import figure, is_dust, one_line, short_key, times
 
 SOLVED, ENDED = "\x00solved", "\x00ended"  # where an episode's last action leads
 MAX_NODES = 40
@@ -261,7 +261,7 @@ def _curve(x1: float, y1: float, x2: float, y2: float) -> tuple[str, float, floa
 
 def _labels(move: Transition) -> tuple[str, ...]:
     """Label an edge with the two most frequent actions, their counts, the mean return, and the number of others."""
-    actions = Counter(last_line(step.action) for step in move.visits)
+    actions = Counter(step.brief for step in move.visits)
     ranked = sorted(actions.items(), key=lambda item: (-item[1], item[0]))
     labels = [f"{one_line(action or '(nothing)', 15)} ×{count}" for action, count in ranked[:2]]
     if len(ranked) > 2:

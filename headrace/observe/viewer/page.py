@@ -19,7 +19,9 @@ from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, Step
 from headrace.observe.viewer.anchors import Anchor, Choice, anchors
 from headrace.observe.viewer.catalog import Catalog, finite_mean, group_of, method_text
 from headrace.observe.viewer.graph import Graph, advantage_tone, state_graph
-from headrace.observe.viewer.safe_text import figure, last_line, one_line, short_key
+from headrace.observe.viewer.safe_text import figure, one_line, short_key
+from headrace.observe.viewer.task_text import action_text, asked, call_text, expected, step_calls
+from headrace.observe.viewer.task_text import question as question_of_line
 from headrace.observe.viewer.tokens import LEGEND, ColorBy, Pieces, Token, tokens_of, tone
 from headrace.printable import visible
 
@@ -57,6 +59,7 @@ class PageStep:
     num_sampled: int
     logprob: str
     tokens: tuple[PageToken, ...] | None
+    notes: tuple[tuple[str, str], ...]  # (reward, what it said of the step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,8 @@ class PageGroup:
     slug: str
     id: str
     task: str
+    asked: str  # the task's question; "" if its environment asks
+    expected: str  # "" if the task has no answer
     solved: int
     mean: str
     episodes: tuple[PageEpisode, ...]
@@ -117,6 +122,7 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
+    environment.filters["as_call"] = call_text
     played = [summary for summary in catalog.summaries if summary.failed is None]
     budget = TokenBudget(MAX_TOKENS)
     grouped: dict[str, list[EpisodeRecord]] = {}
@@ -175,10 +181,14 @@ def _group(number: int, id: str, lines: Sequence[EpisodeRecord], pieces: Pieces,
     slugs = {anchor.key: f"a-{number}-{place}" for place, anchor in enumerate(shared)}
     at = {line.id: f"e-{number}-{place}" for place, line in enumerate(lines)}
     episodes = tuple(_episode(at[line.id], line, slugs, pieces, budget) for line in lines)
+    task = lines[0].task
+    question = asked(task) or (question_of_line(lines[0]) if expected(task) else "")
     return PageGroup(
         slug=f"g-{number}",
         id=visible(id),
-        task=visible(lines[0].task.id),
+        task=visible(task.id),
+        asked=visible(question[:MAX_CHARACTERS]),
+        expected=visible(expected(task)[:MAX_CHARACTERS]),
         solved=sum(bool(line.verdict) for line in played),
         mean=figure(finite_mean([line.reward.total for line in played])),
         episodes=episodes,
@@ -256,8 +266,8 @@ def _step(
         key=None if key is None else visible(key),
         anchor_slug=None if key is None else slugs.get(key),
         observation=messages,
-        action=visible(step.action.strip()[:MAX_CHARACTERS]) or "(nothing)",
-        brief=one_line(last_line(step.action), 60) or "(nothing)",
+        action=visible(("\n".join(step_calls(line, index)) or step.action.strip())[:MAX_CHARACTERS]) or "(nothing)",
+        brief=one_line(action_text(line, index), 60) or "(nothing)",
         valid=step.valid,
         figures=tuple(_step_figures(line, index, step)),
         tone=_tone(advantage),
@@ -267,6 +277,7 @@ def _step(
         num_sampled=step.num_sampled,
         logprob=figure(step.logprob),
         tokens=None if tokens is None else tuple(map(_token, tokens)),
+        notes=tuple((one_line(note.term or "reward", 30), visible(note.text)) for note in line.reward.notes_of(index)),
     )
 
 
@@ -304,6 +315,10 @@ def _episode_facts(line: EpisodeRecord) -> list[tuple[str, str]]:
     if line.versions is not None:
         head, tail = line.versions
         facts.append(("version", str(head) if head == tail else f"{head} to {tail}"))
+    facts += [
+        (f"said by {one_line(note.term or 'reward', 30)}", one_line(note.text, 500))
+        for note in line.reward.notes_of(None)
+    ]
     if line.reward.printed:
         facts.append(("printed", one_line(line.reward.printed, 500)))
     return [*facts, ("temperature", figure(line.temperature)), ("seed", str(line.seed))]

@@ -34,7 +34,8 @@ from headrace.observe.viewer.terminal import (
 from headrace.observe.viewer.tokens import ColorBy, find_tokenizer, token_pieces, tokens_of
 
 MAX_TOKEN_EPISODES = 16
-HINT = "closer: --task ID, --episode ID, --group, --anchor KEY, --tokens logprob, --html page.html"
+MAX_FOUND = 16  # episodes that a search shows
+HINT = "closer: --task ID, --episode ID, --search TEXT, --group, --anchor KEY, --tokens logprob, --html page.html"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class ViewQuery:
     step: int | None = None
     task: str | None = None
     episode: str | None = None
+    search: str | None = None  # only episodes with this text: messages, actions, and what rewards said
     group: bool = False
     anchor: str | None = None
     tokens: ColorBy | None = None
@@ -53,9 +55,9 @@ class ViewQuery:
 
 def view(query: ViewQuery, *, width: int, colour: bool) -> list[RenderableType]:
     """Return what a terminal of that width shows, with colours or without. Raises ConfigError and RunFolderError."""
-    catalog = read_catalog(find_file(query.path, step=query.step), step=query.step)
-    summaries = choose(catalog, task=query.task, episode=query.episode)
-    chosen = query.task is not None or query.episode is not None
+    catalog = read_catalog(find_file(query.path, step=query.step), step=query.step, search=query.search)
+    summaries = choose(catalog, task=query.task, episode=query.episode, search=query.search)
+    chosen = query.task is not None or query.episode is not None or query.search is not None
     groups = list(dict.fromkeys(summary.group for summary in summaries))
     output: list[RenderableType] = [heading(catalog), ""]
     if query.anchor is not None:
@@ -67,9 +69,12 @@ def view(query: ViewQuery, *, width: int, colour: bool) -> list[RenderableType]:
         for group in groups if chosen else groups[:1]:
             lines = _lines(catalog, group)
             output += [group_table(catalog.of_group(group)), "", *side_by_side(lines, width=width), ""]
-    elif query.episode is not None:
-        lines = read_episodes(catalog.path, [summary.place for summary in summaries])
+    elif query.episode is not None or query.search is not None:
+        shown = summaries if query.episode is not None else summaries[:MAX_FOUND]
+        lines = read_episodes(catalog.path, [summary.place for summary in shown])
         output += [episode_table(line, action_width=max(16, width - 100)) for line in lines]
+        if left := len(summaries) - len(shown):
+            output.append(Text(f"{left} more episodes have it: choose some with --task", style="dim"))
     elif chosen or len(groups) == 1:
         for group in groups:
             output += [group_table(catalog.of_group(group)), ""]
@@ -80,8 +85,8 @@ def view(query: ViewQuery, *, width: int, colour: bool) -> list[RenderableType]:
 
 def write_page(query: ViewQuery, out: Path) -> int:
     """Write one page with the chosen groups, whole, and return the number of episodes on it. Raises as `view` does."""
-    catalog = read_catalog(find_file(query.path, step=query.step), step=query.step)
-    summaries = choose(catalog, task=query.task, episode=query.episode)
+    catalog = read_catalog(find_file(query.path, step=query.step), step=query.step, search=query.search)
+    summaries = choose(catalog, task=query.task, episode=query.episode, search=query.search)
     groups = list(dict.fromkeys(summary.group for summary in summaries))
     episodes: list[EpisodeSummary] = []
     for group in groups:

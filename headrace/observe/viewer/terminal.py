@@ -9,13 +9,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headrace.observe.rollouts.records import EpisodeRecord, StepRecord
+from headrace.observe.rollouts.records import EpisodeRecord, NoteRecord
 from headrace.observe.viewer.anchors import Anchor
 from headrace.observe.viewer.catalog import Catalog, EpisodeSummary, method_text
-from headrace.observe.viewer.safe_text import figure, last_line, one_line, short_key, span, times
+from headrace.observe.viewer.safe_text import figure, one_line, short_key, span, times
+from headrace.observe.viewer.task_text import action_text, asked, expected
 from headrace.observe.viewer.tokens import LEGEND, ColorBy, Token, tone
 from headrace.printable import visible
 
+MAX_TEXT = 2000  # characters of a question or an answer
 _BACKGROUNDS = {  # of tones; the text is white on them, on dark and light terminals alike
     "l1": "#1f4e5f",
     "l2": "#7a5c00",
@@ -64,7 +66,7 @@ def overview(catalog: Catalog) -> Table:
         failed = len(summaries) - len(played)
         table.add_row(
             _text(group),
-            _text(one_line(summaries[0].task, 40)),
+            _text(_task(summaries[0])),
             f"{_of_size(played)}{f' + {failed} failed' if failed else ''}",
             f"{sum(bool(summary.success) for summary in played)}",
             span(min(totals), max(totals)) if totals else "–",
@@ -94,7 +96,7 @@ def group_table(summaries: Sequence[EpisodeSummary]) -> Group:
             _signed(summary.episode_advantage),
             _tinted(span(*summary.advantages, sign=True)) if summary.advantages else "–",
         )
-    return Group(Text(title, style="bold"), table)
+    return Group(Text(title, style="bold"), *_asked(summaries[0].asked, summaries[0].expected), table)
 
 
 def episode_table(line: EpisodeRecord, *, action_width: int = 44) -> Group:
@@ -106,7 +108,7 @@ def episode_table(line: EpisodeRecord, *, action_width: int = 44) -> Group:
         table.add_row(
             str(index),
             _text(short_key(step.anchor, 24)),
-            _action(step, action_width),
+            _action(line, index, action_width),
             figure(line.step_rewards[index]),
             figure(None if credit is None else credit.V if line.by_critic else credit.G),
             _signed(None if credit is None else credit.A_E),
@@ -115,7 +117,17 @@ def episode_table(line: EpisodeRecord, *, action_width: int = 44) -> Group:
             "–" if credit is None or credit.peers is None else str(credit.peers),
         )
     printed = [Text(f"printed by {visible(line.reward.printed)}", style="dim")] if line.reward.printed else []
-    return Group(Text(_episode_title(line), style="bold"), table, *printed)
+    question = _asked(asked(line.task), expected(line.task))
+    if question and len(line.steps) == 1:
+        question.append(_labelled("answered", line.steps[0].action))
+    notes = map(_note, line.reward.notes)
+    return Group(Text(_episode_title(line), style="bold"), *question, table, *notes, *printed)
+
+
+def _note(note: NoteRecord) -> Text:
+    """Say what a reward function said of the episode, or of a step."""
+    where = "" if note.step is None else f", step {note.step}"
+    return Text(f"{one_line(note.term or 'reward', 40)}{where}: {one_line(note.text, 500)}")
 
 
 def side_by_side(lines: Sequence[EpisodeRecord], *, width: int) -> list[Table]:
@@ -221,16 +233,32 @@ def _verdict(success: bool | None, truncated: bool) -> Text:
     return Text(mark[0] + (" cut off" if truncated else ""), style=mark[1])
 
 
-def _action(step: StepRecord, width: int) -> Text:
-    text = _text(one_line(last_line(step.action), width) or "(nothing)")
-    return text if step.valid else text.append(" invalid", style="yellow")
+def _task(summary: EpisodeSummary) -> str:
+    name = one_line(summary.task, 40)
+    return f"{name}: {one_line(summary.asked, 60)}" if summary.asked else name
+
+
+def _asked(question: str, answer: str) -> list[Text]:
+    """Return the question and the expected answer of a task; nothing if its environment asks."""
+    if not question:
+        return []
+    return [_labelled("asked", question), *([_labelled("expected", answer)] if answer else [])]
+
+
+def _labelled(label: str, text: str) -> Text:
+    return Text(f"{label}: ", style="dim").append(one_line(text, MAX_TEXT) or "(nothing)", style="not dim")
+
+
+def _action(line: EpisodeRecord, index: int, width: int) -> Text:
+    text = _text(one_line(action_text(line, index), width) or "(nothing)")
+    return text if line.steps[index].valid else text.append(" invalid", style="yellow")
 
 
 def _cell(line: EpisodeRecord, index: int) -> Text:
     if index >= len(line.steps):
         return Text("")
     step = line.steps[index]
-    out = Text.assemble((short_key(step.anchor, 26), "dim"), "\n", _action(step, 18))
+    out = Text.assemble((short_key(step.anchor, 26), "dim"), "\n", _action(line, index, 18))
     if step.credit is not None:
         out.append(" ").append(_signed(step.credit.A))
     return out

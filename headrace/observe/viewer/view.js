@@ -5,10 +5,13 @@ const all = (selector, within = document) => [...within.querySelectorAll(selecto
 const groups = all(".group");
 const colours = all("[data-colour]").map((button) => button.dataset.colour);
 let tab = "episodes";
+let found = null; // the episodes with the text that is searched for; null: there is none, and all are shown
 
 const on = (element) => element && element.classList.contains("on");
 const current = () => groups.find(on) || groups[0];
-const episodes = () => (current() ? all(".episode", current()) : []);
+const shown = (group) => all(".episode", group).filter((one) => !found || found.has(one));
+const episodes = () => (current() ? shown(current()) : []);
+const shownGroups = () => groups.filter((group) => !found || shown(group).length);
 const episode = () => episodes().find(on) || episodes()[0];
 
 function showGroup(group) {
@@ -57,6 +60,10 @@ function showCells(name) {
 // What an address such as #e-0-3-2 points at comes into sight, wherever it is.
 function follow() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  if (found && target && target.closest(".episode") && !found.has(target.closest(".episode"))) {
+    search.value = "";
+    findText();
+  }
   const group = target && target.closest(".group");
   if (!group) return;
   const pane = target.closest(".pane");
@@ -83,9 +90,64 @@ function moveStep(by) {
   if (steps.length) showStep(now ? beside(steps, now, by) : steps[by > 0 ? 0 : steps.length - 1], true);
 }
 
+// An episode is found by its own text, by what rewards said and why it failed, and by its group's task and question.
+const plain = (text) => text.normalize("NFKC").toLowerCase().replace(/\s+/g, " ");
+const texts = new Map();
+const textOf = (element) => texts.get(element) || texts.set(element, plain(element.textContent)).get(element);
+const search = document.getElementById("search");
+
+function inGroup(group, wanted) {
+  return [...all("h2", group), ...all(".question", group)].some((one) => textOf(one).includes(wanted));
+}
+
+function findText() {
+  const wanted = plain(search.value).trim();
+  const count = search.nextElementSibling;
+  found = null;
+  if (wanted) {
+    found = new Set();
+    for (const group of groups) {
+      const whole = inGroup(group, wanted);
+      for (const one of all(".episode", group)) if (whole || textOf(one).includes(wanted)) found.add(one);
+    }
+  }
+  for (const link of all(".groups a")) link.hidden = !shown(document.getElementById(link.dataset.group)).length;
+  for (const row of all("tr[data-episode]")) row.hidden = Boolean(found) && !found.has(document.getElementById(row.dataset.episode));
+  root.classList.toggle("nothing-found", Boolean(found) && !found.size);
+  count.textContent = found ? `${found.size} of ${all(".episode").length} episodes` : "";
+  if (shownGroups().length && !shownGroups().includes(current())) showGroup(shownGroups()[0]);
+  if (!episodes().some(on)) showEpisode(episodes()[0]);
+}
+
+// The steps with the text, and the episodes that have it elsewhere, one after the other and round again.
+function nextPlace() {
+  const wanted = plain(search.value).trim();
+  if (!found || !found.size) return;
+  const places = groups.flatMap(shown).flatMap((one) => {
+    const steps = all(".step", one).filter((step) => textOf(step).includes(wanted));
+    return steps.length ? steps : [one];
+  });
+  const place = places[(places.findIndex((one) => one.id === search.dataset.at) + 1) % places.length];
+  search.dataset.at = place.id;
+  tab = "episodes";
+  showEpisode(place.closest(".episode"));
+  showGroup(place.closest(".group"));
+  if (place.matches(".step")) showStep(place, true);
+  else place.scrollIntoView({ block: "nearest" });
+}
+
+search.addEventListener("input", findText);
+search.addEventListener("keydown", (event) => {
+  if (event.key === "Enter") nextPlace();
+  if (event.key !== "Escape") return;
+  search.value = "";
+  findText();
+  search.blur();
+});
+
 const keys = {
-  n: () => showGroup(beside(groups, current(), 1)),
-  p: () => showGroup(beside(groups, current(), -1)),
+  n: () => shownGroups().length && showGroup(beside(shownGroups(), current(), 1)),
+  p: () => shownGroups().length && showGroup(beside(shownGroups(), current(), -1)),
   j: () => showEpisode(beside(episodes(), episode(), 1)),
   k: () => showEpisode(beside(episodes(), episode(), -1)),
   ArrowRight: () => moveStep(1),
@@ -100,6 +162,7 @@ const keys = {
   },
   a: () => showCells(root.dataset.show === "A" ? "A_S" : "A"),
   c: () => colours.length && colourBy(colours[(colours.indexOf(root.dataset.by) + 1) % colours.length]),
+  "/": () => search.focus(),
   "?": () => document.getElementById("keys").showModal(),
 };
 

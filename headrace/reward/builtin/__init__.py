@@ -9,5 +9,6 @@ Each is a function of the text and the task's data. Standard library only, but f
 - `code_tests`: the reward "code", programs run against tests or cases.
 - `json_schema`: the reward "json_schema", JSON that fits a schema.
 - `pattern`: the reward "regex", a pattern that is found, or whose group is the expected text.
+- `final_answer`: the answer of an episode, for a vote among samples; no reward.
 - `table`: all of them by name: their options, the columns that they read, and the checks of both before a run.
 """

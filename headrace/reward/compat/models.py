@@ -100,12 +100,16 @@ class CompatMessage(BaseModel):
 
 
 class MetricResult(MappingModel):
-    """A metric of a result. `data` is a field, but not an item."""
+    """A named part of a result: its score is the metric reward/<term>/<name>.
 
-    is_score_valid: bool = True
+    `reason` and `data` are kept beside the number: in the log, the rollout files and the viewer. `data` is a field, but
+    not an item.
+    """
+
+    is_score_valid: bool = True  # False: the score is no metric, and only written down
     score: float
-    reason: str
-    data: dict[str, Any] = Field(default_factory=dict)
+    reason: str  # why the score is what it is
+    data: dict[str, Any] = Field(default_factory=dict)  # anything else, as JSON
 
     def items(self) -> list[tuple[str, Any]]:
         return [(key, getattr(self, key)) for key in self]
@@ -115,25 +119,42 @@ class MetricResult(MappingModel):
 
 
 class StepOutput(MappingModel):
+    """The reward of one step: an assistant's turn of the policy.
+
+    A step without an output gets the term's `default_step_reward`. Base rewards are r_t of step-level credit (GiGPO's
+    A_S, from discounted returns) and of a critic's GAE.
+    """
+
+    # place of the assistant's message in `messages`, or the ordinal of the assistant's turn (negative: from the end),
+    # or an id of `step_ids`; where a number could be both of the first two, the term's `step_index` says which
     step_index: int | str
-    base_reward: float
-    terminated: bool = False
-    control_plane_info: dict[str, Any] | None = None
-    metrics: dict[str, Any] = Field(default_factory=dict)
-    reason: str | None = None
+    base_reward: float  # any finite number
+    terminated: bool = False  # of eval-protocol; not used: the episode has ended when it is judged
+    control_plane_info: dict[str, Any] | None = None  # of eval-protocol; not used
+    metrics: dict[str, Any] = Field(default_factory=dict)  # kept with the step, as JSON: log, rollout files, viewer
+    reason: str | None = None  # why; kept with the step, and found by `headrace view --search`
 
 
 class EvaluateResult(MappingModel):
-    score: float
-    is_score_valid: bool = True
-    reason: str | None = None
-    metrics: dict[str, MetricResult] = Field(default_factory=dict)
-    step_outputs: list[StepOutput] | None = None
-    error: str | None = None
-    trajectory_info: dict[str, Any] | None = None
-    final_control_plane_info: dict[str, Any] | None = None
-    agg_score: float | None = None
-    standard_error: float | None = None
+    """The verdict of a reward function on one episode.
+
+    A pointwise function is called as `f(messages, ground_truth=None, **kwargs)` and returns one of these; a batch
+    function (`@reward_function(mode="batch")`) as `f(rollouts_messages, ground_truths=None, **kwargs)` with the
+    episodes of a group, and returns a list, one for each. `score` is the episode's reward (GiGPO's A_E compares it
+    within the group); `step_outputs` are the rewards of its steps. Without them the score is the reward of the last
+    step; with them it is added there only if the term says `terminal_score = "add"`.
+    """
+
+    score: float  # the episode's reward, any finite number
+    is_score_valid: bool = True  # False: the episode has no reward and is left out, unless the term says `keep_invalid`
+    reason: str | None = None  # why; kept with the episode: log, rollout files, viewer, and `headrace view --search`
+    metrics: dict[str, MetricResult] = Field(default_factory=dict)  # named parts; they do not change the score
+    step_outputs: list[StepOutput] | None = None  # rewards of single steps; None: there are none
+    error: str | None = None  # the function could not tell: the episode is left out, and this is the reason
+    trajectory_info: dict[str, Any] | None = None  # of eval-protocol; not used
+    final_control_plane_info: dict[str, Any] | None = None  # of eval-protocol; not used
+    agg_score: float | None = None  # of eval-protocol, over several runs of a row; not used
+    standard_error: float | None = None  # of eval-protocol, beside `agg_score`; not used
 
 
 # --- rows of eval-protocol -------------------------------------------------------------------------------------------

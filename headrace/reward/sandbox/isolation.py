@@ -213,8 +213,13 @@ def _ancestors(paths: Iterable[str]) -> Iterable[Path]:
 
 
 def interpreter_paths() -> list[str]:
-    """List the folders of the standard library, installed packages and this package."""
-    return sorted({os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix), str(package_folder())})
+    """List the folders of the standard library, installed packages and this package.
+
+    A virtual environment behind a link is listed at both places: the interpreter is started by the one that it was
+    started by here.
+    """
+    prefixes = {sys.prefix, sys.base_prefix}
+    return sorted({*prefixes, *map(os.path.realpath, prefixes), str(package_folder())})
 
 
 def environment() -> dict[str, str]:

@@ -343,7 +343,7 @@ def readable_paths(spec: str, extra: Sequence[str]) -> tuple[str, ...]:
 
     Beside a file, Python files and packages of its folder can be imported; data files are not visible unless listed.
     """
-    paths = {sys.prefix, sys.base_prefix, *interpreter_paths()}
+    paths = set(interpreter_paths())
     place = Path(spec if spec.endswith(".py") or ":" not in spec else spec.rpartition(":")[0])
     if place.is_dir():
         paths.add(str(place.resolve()))
@@ -369,7 +369,7 @@ def _check_readable(path: str) -> str:
 
 def path_entries() -> list[str]:
     """List the folders of this process's path that a new interpreter would not have."""
-    roots = (sys.prefix, sys.base_prefix, *interpreter_paths())
+    roots = interpreter_paths()
     folders = [Path(entry).resolve() for entry in sys.path]
     return [str(item) for item in folders if item.is_dir() and not any(item.is_relative_to(root) for root in roots)]
 

@@ -77,6 +77,8 @@ def run_untrusted(code: str, stdin: str = "", limits: CallLimits = SMALL) -> Pro
     from the start of the program; starting it may take `import_s`. In a reward function, the limits are at most those
     of the call, and a program ends with TIMEOUT while the call still has time to return.
     """
+    if sys.platform == "win32":
+        return _not_run("programs run in the sandbox, which only Linux and macOS have (docs/windows.md)")
     if _channel >= 0:
         return _ask_supervisor(code, stdin, limits)
     if os.environ.get(LAYERS_VARIABLE):

@@ -3,6 +3,7 @@
     executor.py       `RolloutExecutor`: the tasks and waits drawn below
     build.py          build an executor with its parts from `AsyncSettings`
     settings.py       `AsyncSettings`, built once from [rl.async]
+    parts.py          `ExecutorParts`: what a caller may bring in place of our stores, scorer and staleness rule
     state.py          `ExecutorState`: every group's state and all transitions between states; what a checkpoint saves
     ledger.py         count groups by state; every drop has a reason
     ready_buffer.py   finished groups that wait to be trained
@@ -10,6 +11,7 @@
     admission.py      decide how many groups may start now
     task_runner.py    run each group as an asyncio task and turn every ending into an outcome
     selection.py      choose the batch when more groups are ready than needed
+    turns.py          hand devices over between sampling and training, where both together do not fit
     drops.py          consecutive drops, slow tasks, and the text of errors about groups that do not end
     stats.py          metrics since the last report, and sampler utilisation
 
@@ -53,6 +55,7 @@ at the gate or leaves it. The trainer's task does the rest, round by round:
 
 from headrace.rollout.executor.build import TaskStream, build_executor
 from headrace.rollout.executor.executor import Play, RolloutExecutor
+from headrace.rollout.executor.parts import ExecutorParts
 from headrace.rollout.executor.settings import AsyncSettings, StaleAction
 
-__all__ = ["AsyncSettings", "Play", "RolloutExecutor", "StaleAction", "TaskStream", "build_executor"]
+__all__ = ["AsyncSettings", "ExecutorParts", "Play", "RolloutExecutor", "StaleAction", "TaskStream", "build_executor"]

@@ -6,10 +6,12 @@ from typing import Any, Protocol
 
 from headrace.errors import ConfigError
 from headrace.protocols import Sampler
-from headrace.rollout.executor.executor import Play, RolloutExecutor
+from headrace.rollout.executor.executor import OutcomeLearner, Play, RolloutExecutor
+from headrace.rollout.executor.parts import OUR_PARTS, ExecutorParts
 from headrace.rollout.executor.selection import GroupSelection
 from headrace.rollout.executor.settings import AsyncSettings
 from headrace.rollout.executor.stats import SamplerUtilization
+from headrace.rollout.executor.turns import NO_TURNS, Turns
 from headrace.rollout.filters import Filter
 from headrace.rollout.group import GroupPlayer
 from headrace.rollout.partial_rollout import PartialRollouts
@@ -36,9 +38,13 @@ def build_executor(
     selection: GroupSelection | None = None,
     utilization: SamplerUtilization | None = None,
     play: Callable[[GroupPlayer], Play] = lambda player: player,
+    outcomes: OutcomeLearner | None = None,
+    turns: Turns = NO_TURNS,
+    parts: ExecutorParts = OUR_PARTS,
 ) -> RolloutExecutor:
     """Build an executor whose groups are played by `player`, with partial rollouts recorded. `play` may send them to
-    other processes; it gets the player as it is used here.
+    other processes; it gets the player as it is used here. `parts` replace ours: stores of groups, the scorer of
+    next-version log-probs, the staleness rule, further limits.
 
     Raises ConfigError when a sampler cannot do what `interrupt` asks for.
     """
@@ -49,7 +55,9 @@ def build_executor(
         )
     reads_again = settings.interrupt is not Interrupt.INFLIGHT  # only then come log-probs with a continued sequence
     partial_rollouts = PartialRollouts(
-        lockstep_tokens=settings.lockstep_tokens, next_logprobs=settings.next_logprobs and reads_again
+        lockstep_tokens=settings.lockstep_tokens,
+        next_logprobs=settings.next_logprobs and reads_again,
+        needs_tokens=settings.next_logprobs,
     )
     player = replace(player, partial_rollouts=partial_rollouts)
     if settings.lockstep_tokens:  # an episode's time is not measured on the real clock
@@ -65,4 +73,7 @@ def build_executor(
         partial_rollouts=partial_rollouts,
         utilization=utilization,
         cursor=source.state_dict,
+        outcomes=outcomes,
+        turns=turns,
+        parts=parts,
     )

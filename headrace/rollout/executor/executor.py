@@ -18,18 +18,20 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from headrace.algo.staleness import StalenessPolicy, Verdict
+from headrace.algo.staleness import Verdict
 from headrace.errors import CheckpointError, DataError, HeadraceError, RolloutError, boundary
 from headrace.rollout.executor.admission import Admission, Limit
 from headrace.rollout.executor.drops import describe_running, has_too_few_episodes, why_failed
 from headrace.rollout.executor.ledger import Drop, GroupEntry, GroupState
+from headrace.rollout.executor.parts import OUR_PARTS, ExecutorParts
 from headrace.rollout.executor.selection import GroupSelection, TakeBest, TakeFirst
 from headrace.rollout.executor.settings import AsyncSettings, StaleAction
 from headrace.rollout.executor.state import ExecutorState
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.executor.task_runner import GroupDone, GroupFailed, Outcome, TaskRunner
+from headrace.rollout.executor.turns import NO_TURNS, Turns
 from headrace.rollout.filters import Filter, first_rejection
 from headrace.rollout.next_logprobs import NextVersionScorer, score_all
 from headrace.rollout.partial_rollout import PartialRollouts
@@ -40,7 +42,20 @@ from headrace.watchdog import watching
 logger = logging.getLogger(__name__)
 
 Play = Callable[[Task, int], Awaitable[Group]]  # such as `rollout.group.GroupPlayer`
+LIMIT_POLL_S = 1.0  # between two questions to the limits while no group ends
 REPLAY_BATCHES = 8  # how many batches' worth of replayed groups are kept to choose from
+
+
+class OutcomeLearner(Protocol):
+    """Learns from the groups that were played which tasks to draw (`data.curriculum.Curriculum`)."""
+
+    def add(self, group: Group) -> None:
+        """Collect a group that was trained on, or rejected by a filter."""
+
+    def apply(self) -> None:
+        """Let what was collected count, after a training step."""
+
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class RolloutExecutor:
@@ -55,15 +70,17 @@ class RolloutExecutor:
         settings: AsyncSettings,
         publisher: Publisher,
         filters: Sequence[Filter] = (),
-        limits: Sequence[Limit] = (),  # on the groups that may start, besides those of the settings
         selection: GroupSelection | None = None,
-        policy: StalenessPolicy | None = None,
+        parts: ExecutorParts = OUR_PARTS,
         # What `play` records into. Without it running groups are neither scored nor part of a checkpoint.
         partial_rollouts: PartialRollouts | None = None,
         utilization: SamplerUtilization | None = None,  # counts the groups that run
         cursor: Callable[[], Mapping[str, Any]] | None = None,  # where `next_task` stands; saved with the state
+        outcomes: OutcomeLearner | None = None,  # told of groups that were trained on or rejected
+        turns: Turns = NO_TURNS,  # of sampling and training; others than these need eta = 0
     ) -> None:
         assert batch_groups > 0
+        assert turns is NO_TURNS or not settings.max_staleness, "sampling and training take turns"
         lockstep_tokens = 0 if partial_rollouts is None else partial_rollouts.gate.lockstep_tokens
         assert settings.lockstep_tokens == lockstep_tokens, "the gate and the executor go by different clocks"
         self._play = play
@@ -73,24 +90,29 @@ class RolloutExecutor:
         self._publisher = publisher
         self._filters = tuple(filters)
         self._selection = selection or TakeFirst()
-        self._policy = policy or settings.policy
+        self._policy = parts.policy or settings.policy
         self._partial_rollouts = partial_rollouts
         self._utilization = utilization or SamplerUtilization()
         self._cursor = cursor
+        self._outcomes = outcomes
+        self._turns = turns
         self._admission = Admission(
             batch_groups=batch_groups,
             max_staleness=settings.max_staleness,
             max_running=settings.max_running,
             oversampling=settings.oversampling,
-            limits=tuple(limits),
+            limits=parts.limits,
         )
         self._runner = TaskRunner(timeout_s=settings.group_limit_s)
         self._state = ExecutorState(
             max_live=self._admission.max_live,
             max_replayed=REPLAY_BATCHES * settings.replay_groups,
             max_drops=settings.max_consecutive_drops,
+            parts=parts,
         )
-        self._scorer = NextVersionScorer(publisher.samplers) if settings.next_logprobs else None
+        self._scorer = parts.scorer
+        if self._scorer is None and settings.next_logprobs:
+            self._scorer = NextVersionScorer(publisher.samplers)
         self._cancelled: dict[int, Drop] = {}  # running groups that were cancelled, and why
         self._outscored: frozenset[int] = frozenset()  # ready groups that scored lower than those of the last batch
         self._swept_version: int | None = None  # by which the ready groups were judged last
@@ -163,6 +185,15 @@ class RolloutExecutor:
         self._admission.paused = False
         self._admit()
 
+    def register_limit(self, limit: Limit) -> None:
+        """Add a limit on the groups that may start, from now on.
+
+        It is called with the counts of live groups whenever groups could start, and returns how many more it would let
+        start. The smallest answer counts, so it can only lower what staleness and concurrency admit. If it raises, the
+        next `take_batch` does.
+        """
+        self._admission.register(limit)
+
     # --- the trainer's calls ---------------------------------------------------------------------------------------
 
     async def take_batch(self) -> tuple[Group, ...]:
@@ -176,6 +207,7 @@ class RolloutExecutor:
         assert not self._waiting, "one batch is taken at a time"
         assert not self._publishing, "a batch is taken after the weights were published"
         self._publisher.check()
+        await self._turns.to_sampling()
         self._state_at_publish = None
         self._waiting = True
         try:
@@ -190,6 +222,7 @@ class RolloutExecutor:
         if not self._settings.max_staleness:
             try:
                 await self._drop_surplus()
+                await self._turns.to_training()
             except asyncio.CancelledError:  # they will not be trained on
                 for group in groups:
                     self._state.drop(group.id, Drop.CANCELLED)
@@ -200,12 +233,18 @@ class RolloutExecutor:
 
     def done(self, groups: Sequence[Group]) -> None:
         """Mark a whole batch as trained. Marking half of one would let groups start that must become stale."""
+        if self._outcomes is not None:
+            for group in groups:
+                if group.id in self._state.training:  # not those that are trained again
+                    self._outcomes.add(group)
+            self._outcomes.apply()
         self._state.consume(groups, keep_for_replay=self._settings.replay_groups > 0)
 
     async def publish(self, handle: WeightsHandle) -> None:
         """Publish weights: wait for slow tasks, pause every sampler, score next-version log-probs if they are wanted,
         load, version + 1, drop stale groups, resume. Raises RolloutError."""
         assert not self._waiting, "weights are published between batches"
+        await self._turns.to_sampling()
         await self._wait_for_slow()
         if self._lockstep:
             await self._wait_until_idle()
@@ -234,7 +273,8 @@ class RolloutExecutor:
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the last call, lags of the tokens taken since then, and how many groups run and wait."""
-        return self._state.metrics(version=self.version)
+        learned = {} if self._outcomes is None else self._outcomes.metrics()
+        return {**self._state.metrics(version=self.version), **learned}
 
     # --- checkpoint ------------------------------------------------------------------------------------------------
 
@@ -295,7 +335,12 @@ class RolloutExecutor:
             return
         counts = self._state.counts
         batch_open = self._waiting or counts.training > 0
-        for _ in range(self._admission.capacity(counts, batch_open=batch_open, waiting=self._waiting)):
+        try:
+            num_groups = self._admission.capacity(counts, batch_open=batch_open, waiting=self._waiting)
+        except HeadraceError as exc:  # a limit failed
+            self._failure = exc
+            return
+        for _ in range(num_groups):
             if self._used_up:
                 return
             try:
@@ -350,6 +395,8 @@ class RolloutExecutor:
         if has_too_few_episodes(group):
             self._give_up(group.id, Drop.FAILED, why_failed(group))
         elif rejection is not None:
+            if self._outcomes is not None:
+                self._outcomes.add(group)
             self._give_up(group.id, f"filtered_{rejection.reason}", "")
         elif self._decide(group) is Verdict.DROP:
             self._state.drop_ended_as_stale(group)
@@ -415,7 +462,7 @@ class RolloutExecutor:
         """Wait until a group has ended; in lockstep, settle what has ended and open the next round."""
         if not self._lockstep:
             self._progress.clear()
-            await self._with_timeout(self._progress.wait())
+            await self._with_timeout(self._poll_limits() if self._admission.has_limits else self._progress.wait())
             return
         assert self._partial_rollouts is not None
         num_settled = await self._wait_until_idle()
@@ -425,6 +472,15 @@ class RolloutExecutor:
         if not self._state.counts.running:
             await self._with_timeout(asyncio.Event().wait())  # nothing may start: say so
         self._partial_rollouts.gate.next_round()
+
+    async def _poll_limits(self) -> None:
+        """Wait until a group has ended, and ask the limits again now and then: they may look at other things too."""
+        while not self._progress.is_set() and self._failure is None:
+            try:
+                async with asyncio.timeout(LIMIT_POLL_S):
+                    await self._progress.wait()
+            except TimeoutError:
+                self._admit()
 
     async def _wait_until_idle(self) -> int:
         """Wait, in lockstep, until every running group waits for the next round, then settle those that have ended.
@@ -448,6 +504,8 @@ class RolloutExecutor:
                 await waiting
         except TimeoutError as exc:
             ready, paused = self._state.counts.ready, " (starting groups is paused)" if self._admission.paused else ""
+            if closed_by := self._admission.closed_by(self._state.counts):
+                paused += f" (no group may start by the limit {', '.join(closed_by)})"
             raise RolloutError(
                 f"{ready} of {self._batch_groups} groups are ready and none ended for {patience_s:g} s; "
                 f"still running: {self.pending()}{paused}: they do not react to being cancelled, or nothing may start"

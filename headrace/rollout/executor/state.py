@@ -13,6 +13,7 @@ from headrace.algo.staleness import LiveCounts, Verdict
 from headrace.errors import CheckpointError, RolloutError, boundary
 from headrace.rollout.executor.drops import ConsecutiveDrops, SlowTasks
 from headrace.rollout.executor.ledger import Drop, GroupEntry, GroupState, Ledger
+from headrace.rollout.executor.parts import OUR_PARTS, ExecutorParts, ReadyStore, ReplayStore
 from headrace.rollout.executor.ready_buffer import ReadyBuffer
 from headrace.rollout.executor.replay_buffer import ReplayBuffer
 from headrace.rollout.executor.stats import IntervalStats, mean_length
@@ -33,11 +34,12 @@ class ExecutorState:
         max_live: int,
         max_replayed: int,  # groups kept to be trained again
         max_drops: int,  # given up in a row; then the run ends
+        parts: ExecutorParts = OUR_PARTS,
     ) -> None:
         self.stats = IntervalStats()
         self._ledger = Ledger()
-        self._ready = ReadyBuffer(max_groups=max_live)
-        self._replay = ReplayBuffer(max_groups=max_replayed)
+        self._ready: ReadyStore = ReadyBuffer(max_groups=max_live) if parts.ready is None else parts.ready
+        self._replay: ReplayStore = ReplayBuffer(max_groups=max_replayed) if parts.replay is None else parts.replay
         self._tasks: dict[int, Task] = {}  # of running groups
         self._retries: deque[Task] = deque()  # dropped as stale, to be tried before new ones
         self._slow = SlowTasks()

@@ -6,6 +6,7 @@ in the server's words.
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
@@ -25,6 +26,7 @@ T = TypeVar("T")
 API = "/api/v1"
 PROTOBUF = "application/x-protobuf"
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
+CLOSE_S = 30.0
 QUICK_S = 0.1  # a poll that ends sooner was not held: the server is closing
 
 
@@ -203,10 +205,12 @@ class Transport:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._http.aclose()
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
+        with contextlib.suppress(TimeoutError):  # the thread is a daemon: it ends with the process
+            asyncio.run_coroutine_threadsafe(end(), self._loop).result(CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
 
 def translate(exc: HeadraceError, error: type[HeadraceError]) -> HeadraceError:

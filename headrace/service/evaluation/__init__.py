@@ -5,5 +5,5 @@
 - `distributions`: entropy and KL in nats per token.
 - `completion_rewards`: reward completions with the owner's functions.
 - `reference_scoring`: score data under reference models by name.
-- `diversity`, `intervals`: how alike samples are; confidence intervals. Pure.
+- `diversity`: how alike samples are. Pure.
 """

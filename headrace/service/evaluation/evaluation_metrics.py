@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from headrace.algo.estimates.intervals import Interval, t_interval, wilson_interval
 from headrace.service.evaluation.diversity import distinct_n, self_bleu
-from headrace.service.evaluation.intervals import Interval, t_interval, wilson_interval
 from headrace.service.http.evaluation_schemas import Compare, Estimate, Evaluate, Evaluation
 from headrace.types import Completion, FloatArray, StopReason
 

@@ -31,11 +31,12 @@ from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import LanguageModel, fingerprint, full_copy, shared_view
 from headrace.model.multi_lora import BASE, Adapter, AdapterTable, install_hooks
 from headrace.service.host.hosted_model import HostedModel, adapter_of, make_hosted_model, on_cpu, with_weights
+from headrace.service.host.kl_bound import KlBound, bounded_data, bounded_step
 from headrace.service.host.model_files import SavedModel, base_of, is_full, read_adapter, read_model, write_model
 from headrace.service.host.model_host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
 from headrace.service.host.time_share import TimeShare
-from headrace.train.torch_backend import TorchBackend
 from headrace.types import (
+    CROSS_ENTROPY,
     Adam,
     Completion,
     DiscardGradient,
@@ -48,6 +49,7 @@ from headrace.types import (
     float_array,
     int_array,
 )
+from headrace.watchdog import watching_thread
 
 R = TypeVar("R")
 REMEMBERED = 1000  # evicted samplers
@@ -123,13 +125,20 @@ class AdapterHost:
     def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
         return self._train("forward", lambda: self._hosted(model).backend.forward(resolve_data(data), loss).result())
 
-    def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
-        return self._train(
-            "forward_backward", lambda: self._hosted(model).backend.forward_backward(resolve_data(data), loss).result()
-        )
+    def forward_backward(
+        self, model: str, data: Data, loss: LossSpec, bound: KlBound | None = None
+    ) -> "Future[ForwardOut]":
+        def run() -> ForwardOut:
+            hosted, resolved = self._hosted(model), resolve_data(data)
+            out = hosted.backend.forward_backward(resolved, loss).result()
+            if bound is not None:
+                hosted.bounded.append(bounded_data(bound, resolved))
+            return out
+
+        return self._train("forward_backward", run)
 
     def optim_step(self, model: str, update: Adam | DiscardGradient) -> "Future[UpdateOut]":
-        return self._train("optim_step", lambda: self._step(self._hosted(model).backend, update))
+        return self._train("optim_step", lambda: self._step(self._hosted(model), update))
 
     def save(self, model: str, folder: Path, *, optimizer: bool) -> "Future[None]":
         """Copy the weights in turn with other requests, and write them on a thread of their own."""
@@ -137,7 +146,8 @@ class AdapterHost:
 
         def write() -> None:
             saved, lm = copied.result()
-            write_model(folder, saved, lm)
+            with watching_thread("the host: writing a state"):
+                write_model(folder, saved, lm)
 
         self._written = self._writer.submit(write)
         return self._written
@@ -238,8 +248,17 @@ class AdapterHost:
             between=self._share.between,
         )
 
-    def _step(self, backend: TorchBackend, update: Adam | DiscardGradient) -> UpdateOut:
+    def _step(self, hosted: HostedModel, update: Adam | DiscardGradient) -> UpdateOut:
+        backend, bounded = hosted.backend, tuple(hosted.bounded)
+        hosted.bounded.clear()
         try:
+            if bounded and isinstance(update, Adam):
+                return bounded_step(
+                    bounded,
+                    update,
+                    apply=lambda part: backend.optim_step(part).result(),
+                    score=lambda data: backend.forward(data, CROSS_ENTROPY).result().logprobs,
+                )
             return backend.optim_step(update).result()
         except HeadraceError:
             backend.optim_step(DiscardGradient()).result()  # the gradient is forgotten all the same

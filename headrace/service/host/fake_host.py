@@ -20,11 +20,13 @@ import torch
 from headrace.algo.random import uniforms
 from headrace.errors import BackendError, CheckpointError, ConfigError, SamplerError, SamplerGoneError, boundary
 from headrace.service.host.folder_check import check_folder
+from headrace.service.host.kl_bound import BoundedData, KlBound, bounded_data, bounded_step
 from headrace.service.host.model_host import FULL_COPIES, AdapterSpec, Data, FullFinetune, TopLogprobs, resolve_data
 from headrace.storage import whole_folder
 from headrace.train.batch import BoundLoss, bind_loss, call_loss, check_data, concat_arrays
 from headrace.train.torch_backend import explain_non_finite
 from headrace.types import (
+    CROSS_ENTROPY,
     Adam,
     Completion,
     Datum,
@@ -34,6 +36,7 @@ from headrace.types import (
     IntArray,
     LossSpec,
     SampleRequest,
+    ScaleUpdate,
     StopReason,
     UpdateOut,
     float_array,
@@ -55,6 +58,8 @@ class _Model:
     first: Table
     second: Table
     num_updates: int = 0
+    before: Table | None = None  # the table before the last update, if that was reversible
+    bounded: list[BoundedData] = field(default_factory=list)  # whose gradients wait for the next update
 
 
 @dataclass(slots=True)
@@ -115,10 +120,15 @@ class FakeHost:
     def forward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
         return self._submit(f"forward {model}", lambda: self._run(model, resolve_data(data), loss)[0])
 
-    def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]":
+    def forward_backward(
+        self, model: str, data: Data, loss: LossSpec, bound: KlBound | None = None
+    ) -> "Future[ForwardOut]":
         def run() -> ForwardOut:
-            out, gradient = self._run(model, resolve_data(data), loss)
+            resolved = resolve_data(data)
+            out, gradient = self._run(model, resolved, loss)
             self._model(model).gradient += gradient
+            if bound is not None:
+                self._model(model).bounded.append(bounded_data(bound, resolved))
             return out
 
         return self._submit(f"forward_backward {model}", run)
@@ -147,9 +157,25 @@ class FakeHost:
         return forward, _table_gradient(table_VV, inputs_T, targets, gradient.numpy())
 
     def optim_step(self, model: str, update: Adam | DiscardGradient) -> "Future[UpdateOut]":
-        return self._submit(f"optim_step {model}", lambda: self._step(self._model(model), update))
+        def run() -> UpdateOut:
+            updated = self._model(model)
+            bounded, updated.bounded = tuple(updated.bounded), []
+            if not bounded or isinstance(update, DiscardGradient):
+                return self._step(updated, update)
+            return bounded_step(
+                bounded,
+                update,
+                apply=lambda part: self._step(updated, part),
+                score=lambda data: self._run(model, data, CROSS_ENTROPY)[0].logprobs,
+            )
 
-    def _step(self, model: _Model, update: Adam | DiscardGradient) -> UpdateOut:
+        return self._submit(f"optim_step {model}", run)
+
+    def _step(self, model: _Model, update: Adam | DiscardGradient | ScaleUpdate) -> UpdateOut:
+        if isinstance(update, ScaleUpdate):
+            assert model.before is not None
+            model.table = model.before + update.share * (model.table - model.before)
+            return UpdateOut(grad_norm=0.0, updated=True, num_updates=model.num_updates)
         gradient, model.gradient = model.gradient, np.zeros_like(self.base)
         norm = float(np.sqrt((gradient**2).sum()))
         if isinstance(update, DiscardGradient) or not np.isfinite(norm) or 0 < update.max_norm < norm:
@@ -160,6 +186,7 @@ class FakeHost:
         first = update.beta1 * model.first + (1 - update.beta1) * gradient
         second = update.beta2 * model.second + (1 - update.beta2) * gradient**2
         root = np.sqrt(second / (1 - update.beta2**count)) + update.eps
+        model.before = model.table if update.reversible else None
         decayed = model.table * (1 - update.learning_rate * update.weight_decay)
         model.table = decayed - update.learning_rate * (first / (1 - update.beta1**count)) / root
         model.first, model.second, model.num_updates = first, second, count
@@ -193,7 +220,7 @@ class FakeHost:
             if optimizer and "first" not in tables:
                 raise CheckpointError(f"{folder} has no optimiser state: load it without")
             empty = np.zeros_like(self.base)
-            loaded.table, loaded.gradient = tables["table"], empty
+            loaded.table, loaded.gradient, loaded.bounded = tables["table"], empty, []
             loaded.first = tables["first"] if optimizer else empty.copy()
             loaded.second = tables["second"] if optimizer else empty.copy()
             loaded.num_updates = facts["num_updates"] if optimizer else 0

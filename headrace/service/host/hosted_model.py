@@ -5,7 +5,7 @@ ordinary backend trains it, on tensors that no other model can reach.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import assert_never
 
@@ -18,6 +18,7 @@ from headrace.model.load import LanguageModel, full_copy, recompute_layers, shar
 from headrace.model.lora import add_lora, lora_layers
 from headrace.model.multi_lora import ATTENTION, HEAD, MLP, Adapter
 from headrace.model.value_head import new_value_head
+from headrace.service.host.kl_bound import BoundedData
 from headrace.service.host.model_host import AdapterSpec, FullFinetune
 from headrace.train.torch_backend import TorchBackend
 from headrace.train.trainer_state import VALUE_HEAD, TrainedState
@@ -30,6 +31,7 @@ class HostedModel:
     spec: AdapterSpec | FullFinetune
     # Computes on the thread that calls it. It also has a scalar head, zero until a loss of values or scores trains it.
     backend: TorchBackend
+    bounded: list[BoundedData] = field(default_factory=list)  # whose gradients wait for the next update
 
     def state(self) -> TrainedState:
         """Return what has been trained; without the scalar head if it never was."""
@@ -44,6 +46,7 @@ class HostedModel:
         """Load a state. Raises BackendError, and nothing has changed, when it is another model's."""
         untrained = zeros(1, self.backend.lm.model.config.hidden_size)
         self.backend.write_state(replace(state, weights={VALUE_HEAD: untrained, **state.weights})).result()
+        self.bounded.clear()
 
 
 def make_hosted_model(

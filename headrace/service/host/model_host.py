@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from headrace.service.host.kl_bound import KlBound
 from headrace.types import (
     Adam,
     Completion,
@@ -92,7 +93,10 @@ class ModelHost(Protocol):
         requests before it.
         """
 
-    def forward_backward(self, model: str, data: Data, loss: LossSpec) -> "Future[ForwardOut]": ...
+    def forward_backward(
+        self, model: str, data: Data, loss: LossSpec, bound: KlBound | None = None
+    ) -> "Future[ForwardOut]":
+        """Accumulate a gradient. With a `bound`, which needs `sampler_logprobs`, the next `optim_step` keeps to it."""
 
     def optim_step(self, model: str, update: Adam | DiscardGradient) -> "Future[UpdateOut]": ...
 

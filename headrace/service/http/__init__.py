@@ -4,7 +4,7 @@
 - `management`: training runs, checkpoints, sessions, queues and metrics.
 - `completions`, `openai_responses`: OpenAI's chat and text completions.
 - `evaluation_routes`: evaluate a policy, compare two.
-- `schemas`, `evaluation_schemas`: pydantic models of bodies.
+- `schemas`, `evaluation_schemas`: pydantic models of bodies; `forward_body`: that of `forward_backward` in JSON.
 - `auth`: API keys, rate limits, quotas.
 - `middleware`: error responses; keys and sizes, checked before bodies are read.
 - `connections`: deadlines of connections, and their number.

@@ -4,13 +4,14 @@ Routes hand requests to the parts of `Service` and put answers into the SDK's sh
 sequence number is accepted and fails in its turn: refused at once, it would leave a hole that all later ones wait for.
 """
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.responses import JSONResponse, Response
 
 from headrace import __version__
@@ -22,11 +23,14 @@ from headrace.service.http import schemas
 from headrace.service.http.auth import Access, ApiUser, RateLimited, key_of
 from headrace.service.http.completions import completion_routes
 from headrace.service.http.evaluation_routes import evaluation_routes
+from headrace.service.http.forward_body import ForwardBackwardBody, forward_openapi, to_protobuf
 from headrace.service.http.management import rest_routes
 from headrace.service.http.middleware import RequestGate, add_error_handlers
 from headrace.service.requests.request_table import Done, Failed, PendingRequest
 from headrace.service.store.checkpoint_copy import copy_weights
 from headrace.service.store.entities import rank_of
+from headrace.service.wire.messages import decompress
+from headrace.thread_pool import start_pool
 
 FLAGS: dict[str, object] = {
     "pjwt_auth_enabled": False,
@@ -38,7 +42,7 @@ FLAGS: dict[str, object] = {
     "custom_loss_server_side": False,
 }
 
-B = TypeVar("B", bound=schemas.RequestBody)
+B = TypeVar("B", bound=BaseModel)
 SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")
 TRY_AGAIN = 408  # the SDK takes 200 as well, and warns of each
 FREQUENT = frozenset(f"/api/v1/{name}" for name in ("retrieve_future", "forward_backward", "optim_step", "asample"))
@@ -60,6 +64,7 @@ def make_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await start_pool()
         async with service.running():
             yield
 
@@ -200,10 +205,14 @@ def _model_routes(api: APIRouter, service: Service, user: Any, limited_user: Any
 
 
 def _training_routes(api: APIRouter, service: Service, limited_user: Any) -> None:
-    @api.post("/forward_backward")
-    async def forward_backward(request: Request, user: ApiUser = limited_user) -> dict[str, object]:
-        encoding = request.headers.get("content-encoding")
-        return _accepted(await service.training.forward_backward(user, await request.body(), encoding))
+    @api.post("/forward_backward", openapi_extra=forward_openapi(), response_model=schemas.AcceptedResponse)
+    async def forward_backward(request: Request, user: ApiUser = limited_user) -> Response:
+        """Accept a loss to compute: a protobuf message, as the SDK sends it, or its equivalent in JSON."""
+        raw, encoding = await request.body(), request.headers.get("content-encoding")
+        if request.headers.get("content-type", "").partition(";")[0].strip() == "application/json":
+            plain = decompress(raw, encoding, limit=4 * service.limits.body_bytes)
+            raw, encoding = await asyncio.to_thread(lambda: to_protobuf(_parse(ForwardBackwardBody, plain))), None
+        return JSONResponse(_accepted(await service.training.forward_backward(user, raw, encoding)))
 
     def add_json_route(kind: str, body: type[schemas.RequestBody]) -> None:
         @api.post(f"/{kind}", name=kind, openapi_extra=schemas.openapi_body(body))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlencode
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -288,19 +288,25 @@ def _session_routes(routes: APIRouter, service: Service, user: Any) -> None:
 
 
 def _monitoring_routes(routes: APIRouter, service: Service, access: Access, user: Any) -> None:
-    @routes.get("/runs/{run}/requests/{id}/status")
-    async def status(run: str, id: str, user: ApiUser = user) -> dict[str, object]:
+    @routes.get("/runs/{run}/requests/{id}/status", response_model_exclude_none=True)
+    async def status(run: str, id: str, user: ApiUser = user) -> schemas.RequestStatusResponse:
         """Report the state and the queue position of one request; `id` is its sequence number or its whole id."""
         service.registry.model(run, user.name)
         pending = await service.polling.find(user, id if ":" in id else f"{run}:{id}")
         if pending.row.target != run:
             raise NotFound(f"there is no request '{id}' of {run}")
-        state = "queued" if pending.outcome is None else "done" if isinstance(pending.outcome, Done) else "failed"
-        answer: dict[str, object] = {"request_id": pending.row.id, "kind": pending.row.kind, "state": state}
-        if pending.outcome is None:
-            waited = {"running": pending.running, "waited_s": time.monotonic() - pending.since}
-            return {**answer, **waited, "position": service.trainer.position(pending)}
-        return answer
+        id, kind = pending.row.id, pending.row.kind
+        if pending.outcome is not None:
+            state: Literal["done", "failed"] = "done" if isinstance(pending.outcome, Done) else "failed"
+            return schemas.RequestStatusResponse(request_id=id, kind=kind, state=state)
+        return schemas.RequestStatusResponse(
+            request_id=id,
+            kind=kind,
+            state="queued",
+            running=pending.running,
+            waited_s=time.monotonic() - pending.since,
+            position=service.trainer.position(pending),
+        )
 
     @routes.post("/runs/{run}/requests/{id}/cancel")
     async def cancel(run: str, id: str, user: ApiUser = user) -> dict[str, object]:
@@ -308,14 +314,15 @@ def _monitoring_routes(routes: APIRouter, service: Service, access: Access, user
         return {"cancelled": await service.polling.cancel(user, id if ":" in id else f"{run}:{id}")}
 
     @routes.get("/runs/{run}/queue/stats")
-    async def queue_stats(run: str, user: ApiUser = user) -> dict[str, object]:
+    async def queue_stats(run: str, user: ApiUser = user) -> schemas.QueueStatsResponse:
+        """Report how many requests wait or run, of this model and of the server."""
         model = service.registry.model(run, user.name)
-        return {
-            "waiting_or_running": service.trainer.depth(run),
-            "saved_seq": model.saved_seq,
-            "all_models": service.trainer.depth(),
-            "sampling": service.sampling.depth,
-        }
+        return schemas.QueueStatsResponse(
+            waiting_or_running=service.trainer.depth(run),
+            saved_seq=model.saved_seq,
+            all_models=service.trainer.depth(),
+            sampling=service.sampling.depth,
+        )
 
     @routes.get("/metrics")
     async def metrics(user: ApiUser = user) -> Response:

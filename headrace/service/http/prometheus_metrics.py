@@ -16,7 +16,7 @@ HELP = {
     "running_sequences": "sequences that are being sampled",
     "models": "models there are",
     "resident_models": "models that are in memory",
-    "sessions": "sessions there ever were",
+    "sessions": "sessions that are kept",
     "open_polls": "requests that wait for an outcome to be told",
     "lost_records": "records of metrics that no sink got",
     "training_requests_total": "training requests that were run",

@@ -218,6 +218,62 @@ class Ttl(RequestBody):
     ttl_seconds: int | None = None
 
 
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+class AnswerBody(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class AcceptedResponse(AnswerBody):
+    """A request was accepted; `retrieve_future` with its id waits for the result."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"request_id": "RUN:1", "model_id": "RUN"}]})
+
+    request_id: str
+    model_id: str
+
+
+class RequestStatusResponse(AnswerBody):
+    """The state of one request of a model."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "request_id": "RUN:7",
+                    "kind": "forward_backward",
+                    "state": "queued",
+                    "running": False,
+                    "waited_s": 0.4,
+                    "position": 2,
+                },
+                {"request_id": "RUN:6", "kind": "optim_step", "state": "done"},
+            ]
+        }
+    )
+
+    request_id: str
+    kind: Annotated[str, Field(description="forward_backward, forward, optim_step, save_weights, ...")]
+    state: Annotated[Literal["queued", "done", "failed"], Field(description="queued: waits or runs")]
+    running: Annotated[bool | None, Field(description="of a queued request: the host computes it now")] = None
+    waited_s: Annotated[float | None, Field(description="of a queued request: seconds since it came")] = None
+    position: Annotated[int | None, Field(description="of a queued request: requests of its model before it")] = None
+
+
+class QueueStatsResponse(AnswerBody):
+    """The work that waits, of one model and of the server."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"waiting_or_running": 3, "saved_seq": 41, "all_models": 9, "sampling": 0}]}
+    )
+
+    waiting_or_running: Annotated[int, Field(description="training requests of this model")]
+    saved_seq: Annotated[int, Field(description="the last request whose update is saved to disk")]
+    all_models: Annotated[int, Field(description="training requests of all models of the server")]
+    sampling: Annotated[int, Field(description="sampling requests of the server")]
+
+
 def openapi_body(kind: type[BaseModel]) -> dict[str, Any]:
     """Describe the body of a route that parses it itself for OpenAPI, without references to other places."""
     schema = kind.model_json_schema()

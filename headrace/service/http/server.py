@@ -18,6 +18,7 @@ from headrace.service.settings import Limits
 BACKLOG = 4096
 OTHER_FILES = 256  # file descriptors for everything but connections
 CLOSE_S = 5  # how long open requests may take to end
+STOP_S = 120.0  # how long `serving` waits for the end of all
 
 
 def check_reach(host: str, *, has_keys: bool) -> None:
@@ -84,5 +85,5 @@ def serving(app: FastAPI, *, host: str = "127.0.0.1", port: int = 0, limits: Lim
         yield f"http://{host}:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join()
+        thread.join(STOP_S)
         listening.close()

@@ -5,7 +5,8 @@ kept, so nothing is journalled, and a request may be sent again.
 """
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import Depends, FastAPI, Request
@@ -13,9 +14,11 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.errors import ModelError, RequestError, boundary
+from headrace.protocols import RewardRunner
 from headrace.service.evaluation.reference_scoring import Score
 from headrace.service.http.auth import Access, ApiUser, key_of
 from headrace.service.http.middleware import RequestGate, add_error_handlers
+from headrace.service.reference.reward_routes import reward_routes
 from headrace.service.store.registry import NotFound
 from headrace.service.wire.loss_conversion import to_loss_and_data
 from headrace.service.wire.messages import PROTOBUF, decompress, parse_forward, read_forward, write_forward
@@ -24,9 +27,24 @@ from headrace.types import Datum, ForwardOut
 THREADS = 2
 
 
-def make_reference_app(models: Mapping[str, Score], access: Access, *, body_bytes: int = 64 * 2**20) -> FastAPI:
-    """Make the application; `models` are called on threads, and lock themselves where they must."""
-    app = FastAPI(title="headrace reference models", version=__version__)
+def make_reference_app(
+    models: Mapping[str, Score],
+    access: Access,
+    *,
+    rewards: Mapping[str, RewardRunner] | None = None,
+    body_bytes: int = 64 * 2**20,
+) -> FastAPI:
+    """Make the application; `models` are called on threads, and lock themselves where they must. `rewards` are closed
+    when it ends."""
+    runners = dict(rewards or {})
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        for runner in runners.values():
+            await runner.close()
+
+    app = FastAPI(title="headrace reference models", version=__version__, lifespan=lifespan)
     threads = ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="headrace-reference")
 
     async def rate_limit(request: Request) -> ApiUser:
@@ -50,6 +68,7 @@ def make_reference_app(models: Mapping[str, Score], access: Access, *, body_byte
         body = await asyncio.get_running_loop().run_in_executor(threads, _scored, models[name], plain)
         return Response(body, media_type=PROTOBUF)
 
+    app.include_router(reward_routes(runners, limited_user, body_bytes=body_bytes))
     add_error_handlers(app)
     app.add_middleware(RequestGate, access=access, limit=body_bytes)
     return app

@@ -67,7 +67,7 @@ class RequestTable:
     polls read them from the journal.
     """
 
-    def __init__(self, journal: Journal, *, keep_bytes: int = 64 * 2**20, keep_s: float = 60.0) -> None:
+    def __init__(self, journal: Journal, *, keep_bytes: int = 64 * 2**20, keep_s: float) -> None:
         self._journal = journal
         self._open: dict[str, PendingRequest] = {}
         self._recent: OrderedDict[str, PendingRequest] = OrderedDict()

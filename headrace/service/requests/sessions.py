@@ -2,7 +2,8 @@
 
 The work of an ended session is refused, its snapshots are gone, its checkpoints stay. A session that is silent for long
 loses its sampling work and its place on the host, and comes back with its next heartbeat, unless it has no model and
-its key needs room for another session. An ended one that made nothing is forgotten after a while.
+its key needs room for another session. An ended one that made nothing is forgotten after a while, and so is a model of
+an ended session without checkpoints, much later.
 """
 
 import secrets
@@ -17,6 +18,7 @@ from headrace.service.sampling.sampler_cache import SamplerCache
 from headrace.service.sampling.sampling_queue import SamplingQueue
 from headrace.service.store.checkpoint_folders import CheckpointFolders
 from headrace.service.store.entities import SamplerRecord, Session, age_order, folder_name
+from headrace.service.store.journal import forget_samples
 from headrace.service.store.registry import Gone, Registry
 from headrace.service.training.training_queue import TrainingQueue
 
@@ -97,7 +99,7 @@ class Sessions:
         async with self._registry.changing(id):
             session = self._registry.session(id, user.name)
             if session.finished is None:
-                await self._registry.commit(self._registry.keep(replace(session, finished=reason)))
+                await self._registry.commit(self._registry.keep(replace(session, finished=reason, ended=time.time())))
         await self._end(id, _ended_message(id), snapshots=True)
 
     def check_open(self, session: Session) -> None:
@@ -123,7 +125,27 @@ class Sessions:
         for id in [id for id in self._registry.sessions if self.is_silent(id) and id in busy]:
             why = f"session '{id}' was not heard of for {self._timeout_s:g} s, so its sampling was stopped"
             await self._end(id, why, snapshots=False)
+        self._retire_models()
         await self._forget_ended()
+
+    def _retire_models(self) -> None:
+        """Let the trainer go of models whose sessions ended long ago."""
+        for model in self._registry.models.values():
+            if not self.is_open(model.session) and self.is_silent(model.session):
+                self._trainer.retire(model.id)
+
+    async def forget_models(self, *, keep_s: float) -> None:
+        """Forget models without checkpoints whose sessions ended more than `keep_s` ago, with their states and
+        requests."""
+        needed = {checkpoint.model for checkpoint in self._registry.checkpoints.values()}
+        needed |= {pending.row.target for pending in self._requests.open_requests()}
+        before = time.time() - keep_s
+        for model in list(self._registry.models.values()):
+            session = self._registry.sessions[model.session]
+            old = session.finished is not None and max(session.ended, model.last_request) < before
+            if old and model.id not in needed and not self._trainer.has_queue(model.id):
+                await self._checkpoints.delete_model(model)
+                self._trainer.forget(model.id)
 
     async def _forget_ended(self) -> None:
         """Forget sessions that ended long ago, and whose models and sampling sessions nobody can ask for."""
@@ -163,7 +185,8 @@ class Sessions:
         forgotten += [old for samplers in unusable.values() for old in samplers[:-keep]]
         if forgotten:
             async with self._registry.changing(*(sampler.id for sampler in forgotten)):
-                await self._registry.commit(*(self._registry.forget(sampler) for sampler in forgotten))
+                changes = [self._registry.forget(sampler) for sampler in forgotten]
+                await self._registry.commit(*changes, also=[forget_samples(sampler.id) for sampler in forgotten])
             for sampler in forgotten:
                 self._sampling.accepted_seqs.pop(sampler.id, None)
         self._ended = {id: since for id, since in self._ended.items() if now - since <= self._timeout_s}

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from headrace.errors import DamageError, StorageError
 from headrace.service.host.folder_check import check_folder
-from headrace.service.store.cleanup import mark_for_deletion, unmark
-from headrace.service.store.entities import CheckpointEntity, SamplerRecord
-from headrace.service.store.journal import Journal
+from headrace.service.store.cleanup import STATES, mark_for_deletion, unmark
+from headrace.service.store.entities import CheckpointEntity, ModelEntity, SamplerRecord, folder_name
+from headrace.service.store.journal import Journal, forget_requests
 from headrace.service.store.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,14 @@ class CheckpointFolders:
     async def _delete(self, record: CheckpointEntity) -> None:
         await self._registry.commit(self._registry.forget(record), also=[mark_for_deletion(record.folder)])
         await self.remove_marked(record.folder)
+
+    async def delete_model(self, model: ModelEntity) -> None:
+        """Forget a model that has no checkpoints, with its states and requests."""
+        states = str(Path(STATES) / folder_name(model.id))
+        async with self._registry.changing(model.id):
+            also = [forget_requests(model.id), mark_for_deletion(states)]
+            await self._registry.commit(self._registry.forget(model), also=also)
+        await self.remove_marked(states)
 
     async def delete_snapshot(self, sampler: SamplerRecord) -> None:
         """Forget a sampling session over a snapshot, with its folder."""

@@ -62,6 +62,7 @@ class Session:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     display_name: str | None = None
     finished: str | None = None  # how it ended; None: it is open
+    ended: float = 0.0  # when it ended
     number: int = 0  # as for all records here: later ones have larger numbers, whatever the clock says
 
 

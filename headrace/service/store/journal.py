@@ -17,19 +17,24 @@ import socket
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from headrace.errors import ConfigError, JournalError, boundary
 from headrace.storage import atomic_files
+from headrace.watchdog import watching_thread
 
 logger = logging.getLogger(__name__)
 
+R = TypeVar("R")
+
 MAX_GROUP = 1000  # writes in one transaction
 MAX_WAITING = 100_000  # writes handed over and not yet committed
+ANSWER_S = 600.0  # the longest that a start waits for the database
+CLOSE_S = 60.0  # the longest that `close` waits for it
 PG_LOCK_TRIES, PG_LOCK_WAIT_S = 10, 0.2
 HOLDER = "holder"  # the kind of the record that says which server holds the journal
 MOMENT = "moment"  # the kind of the records that say at which time a number of `JournalRow.finished` was reached
@@ -126,6 +131,27 @@ def forget_results(*, before: int) -> Statement:
     )
 
 
+def forget_requests(target: str) -> Statement:
+    """Forget the finished requests of a model that is forgotten, but the last of all: `last_finished` never goes
+    back."""
+    return f"DELETE FROM requests WHERE target = ? AND {_NOT_THE_LAST}", (target,)
+
+
+def forget_samples(target: str) -> Statement:
+    """Forget the finished requests of a sampling session that is forgotten; outcomes that are still kept stay."""
+    return f"DELETE FROM requests WHERE target = ? AND result IS NULL AND {_NOT_THE_LAST}", (target,)
+
+
+def forget_orphans(*, before: int) -> Statement:
+    """Forget sampling requests that finished before this number, and whose sampling session is forgotten."""
+    kept = "EXISTS (SELECT 1 FROM records WHERE records.kind = 'sampler' AND records.id = requests.target)"
+    chosen = "kind = 'sample' AND finished < ? AND result IS NOT NULL"
+    return f"DELETE FROM requests WHERE {chosen} AND NOT {kept} AND {_NOT_THE_LAST}", (before,)
+
+
+_NOT_THE_LAST = "state != 'queued' AND finished < (SELECT MAX(finished) FROM requests)"
+
+
 class JournalDatabase(Protocol):
     """A connection used by one thread. Placeholders are question marks."""
 
@@ -155,6 +181,7 @@ class Journal:
         self._reader_database = connect(url)
         self._reading = ThreadPoolExecutor(max_workers=1, thread_name_prefix="headrace-journal-read")
         self._waiting: queue.Queue[tuple[Sequence[Statement], Future[None]] | None] = queue.Queue(MAX_WAITING)
+        self._closed = False
         self._writing = threading.Thread(target=self._write_groups, name="headrace-journal", daemon=True)
         self._writing.start()
 
@@ -181,7 +208,7 @@ class Journal:
                 "or give 'serve.journal' another"
             )
         who = {"process": os.getpid(), "machine": socket.gethostname(), "folder": str(folder)}
-        self.write([put(HOLDER, "server", who)]).result()
+        self.write_now([put(HOLDER, "server", who)])
 
     def last_finished(self) -> int:
         """Return the largest number that a finished request has; for starting up."""
@@ -196,6 +223,10 @@ class Journal:
         except queue.Full:
             done.set_exception(JournalError("the journal is far behind: try again later"))
         return done
+
+    def write_now(self, statements: Sequence[Statement]) -> None:
+        """Write statements and wait until they are on disk: for starting up, not for the event loop."""
+        _answer(self.write(statements))
 
     def records(self, kind: str) -> dict[str, Any]:
         """Read the records of a kind by id. Raises JournalError if one is not as it was written."""
@@ -234,17 +265,27 @@ class Journal:
 
     def query(self, sql: str, arguments: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """Run a query and wait for its answer: for starting up, not for the event loop."""
-        return self._reading.submit(self._read, sql, arguments).result()
+        return _answer(self._reading.submit(self._read, sql, arguments))
 
     def _read(self, sql: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
-        with boundary(JournalError, "the journal cannot be read"):
+        with watching_thread("the journal: reading"), boundary(JournalError, "the journal cannot be read"):
             return self._reader_database.read(sql, tuple(arguments))
 
     def close(self) -> None:
-        """Write what was handed over, then close."""
-        self._waiting.put(None)
-        self._writing.join()
-        self._reading.shutdown(wait=True)
+        """Write what was handed over, then close. A database that does not answer in `CLOSE_S` is left as it is: what
+        it has not written was never acknowledged."""
+        if self._closed:
+            return
+        self._closed, ends = True, time.monotonic() + CLOSE_S
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S)
+        self._writing.join(max(0.0, ends - time.monotonic()))
+        last_read = self._reading.submit(lambda: None)
+        self._reading.shutdown(wait=False)
+        wait([last_read], max(0.0, ends - time.monotonic()))
+        if self._writing.is_alive() or not last_read.done():
+            logger.error("the journal %s does not answer for %g s, and is left open", self.name, CLOSE_S)
+            return
         self._writer_database.close()
         self._reader_database.close()
 
@@ -260,7 +301,7 @@ class Journal:
     def _commit(self, group: list[tuple[Sequence[Statement], "Future[None]"]]) -> None:
         """Commit a group of writes together; if that fails, each by itself, so that none fails for another's sake."""
         try:
-            with boundary(JournalError, "the journal cannot be written"):
+            with watching_thread("the journal: writing"), boundary(JournalError, "the journal cannot be written"):
                 self._writer_database.run(_hashed(statement) for statements, _ in group for statement in statements)
         except JournalError as exc:
             if len(group) > 1:
@@ -272,6 +313,16 @@ class Journal:
             return
         for _, done in group:
             done.set_result(None)
+
+
+def _answer(future: "Future[R]") -> R:
+    """Wait for the database; raises JournalError when it does not answer."""
+    try:
+        return future.result(ANSWER_S)
+    except TimeoutError as exc:
+        raise JournalError(
+            f"the journal does not answer for {ANSWER_S:g} s: see whether its disk or server hangs"
+        ) from exc
 
 
 def _hashed(statement: Statement) -> Statement:
@@ -410,7 +461,7 @@ class _Postgres:
             import psycopg
         except ImportError as exc:
             raise JournalError("a journal in PostgreSQL needs: pip install 'headrace[postgres]'") from exc
-        self._connect: Callable[[], Any] = lambda: psycopg.connect(url, autocommit=True, connect_timeout=10)
+        self._connect: Callable[[], Any] = lambda: psycopg.connect(url, autocommit=True, **_PG_LINE)
         self._holds = False
         with boundary(JournalError, "the journal's PostgreSQL server cannot be reached"):
             self._opened = self._open()
@@ -458,7 +509,11 @@ class _Postgres:
         self._opened.close()
 
 
-_PG_SESSION = (
+_PG_LINE: Mapping[str, int] = {  # a line that was cut is noticed within a minute, at our end
+    "connect_timeout": 10, "keepalives": 1, "keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3,
+    "tcp_user_timeout": 60_000,
+}  # fmt: skip
+_PG_SESSION = (  # and at the server's
     "SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'",
     "SET tcp_keepalives_idle = 30",
     "SET tcp_keepalives_interval = 10",

@@ -54,7 +54,7 @@ def claim(folder: Path, journal: Journal, *, adopt: bool = False) -> None:
     with boundary(JournalError, f"the folder {folder} cannot be written"):
         # the folder first: a kill in between leaves a folder that any journal may claim
         _write_marker(folder, PairMarker(id=id, finished=journal.last_finished()))
-    journal.write([put(KIND, PAIR, {"id": id, "folder": str(folder)})]).result()
+    journal.write_now([put(KIND, PAIR, {"id": id, "folder": str(folder)})])
 
 
 def note_progress(folder: Path, finished: int) -> None:

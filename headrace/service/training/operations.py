@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from headrace.errors import RequestError
+from headrace.service.host.kl_bound import KlBound
 from headrace.service.http import schemas
 from headrace.service.store.entities import CheckpointKind, check_name, split_path
 from headrace.service.wire.loss_conversion import to_loss_and_data
@@ -37,6 +38,7 @@ class ForwardOp:
     backward: bool
     reference: str | None = None  # the model whose log-probs the data still lack
     gae: GaeSettings | None = None  # compute advantages from the model's values first
+    bound: KlBound | None = None  # of the update that the gradient goes into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,7 @@ def forward_operation(message: Any, *, own_numbers: bool = False) -> Operation:
         backward=not request.forward_only,
         reference=server_inputs.reference,
         gae=server_inputs.gae,
+        bound=server_inputs.bound,
     )
 
 

@@ -17,6 +17,7 @@ from headrace.algo.advantages.group_stats import whiten_values
 from headrace.algo.datum import all_tokens, scalar_datum
 from headrace.metrics import Mean, Metric
 from headrace.service.host.model_host import Data, ModelHost
+from headrace.service.training.request_metrics import request_metrics
 from headrace.service.wire.server_inputs import DONES, ESTIMATED, REWARDS, WEIGHTS, GaeSettings
 from headrace.types import Datum, FloatArray, ForwardOut, LossSpec, float_array
 
@@ -43,15 +44,15 @@ async def forward_with_gae(
     Both passes are submitted before the first await: no other request of the model comes between them.
     """
     values = host.forward(model, value_data(data), VALUE)
-    metrics: dict[str, Metric] = {}
+    credited: list[CreditedData] = []
 
-    def credited() -> Sequence[Datum]:
-        result = credit(data, values.result().logprobs, settings)
-        metrics.update(result.metrics)
-        return result.data
+    def with_advantages() -> Sequence[Datum]:
+        credited.append(credit(data, values.result().logprobs, settings))
+        return credited[0].data
 
-    out = await asyncio.wrap_future(run(model, credited, loss))
-    return replace(out, metrics={**out.metrics, **metrics})
+    out = await asyncio.wrap_future(run(model, with_advantages, loss))
+    measured = request_metrics(loss, credited[0].data, out.logprobs)
+    return replace(out, metrics={**measured, **out.metrics, **credited[0].metrics})
 
 
 def value_data(data: Sequence[Datum]) -> tuple[Datum, ...]:

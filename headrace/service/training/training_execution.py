@@ -9,6 +9,8 @@ import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -40,6 +42,7 @@ from headrace.service.training.operations import (
     SaveOp,
     SnapshotOp,
 )
+from headrace.service.training.request_metrics import request_metrics
 from headrace.service.training.server_gae import forward_with_gae
 from headrace.service.wire.messages import PROTOBUF, metric_names, write_forward
 from headrace.storage import whole_folder
@@ -306,10 +309,12 @@ class OperationRunner:
 
 async def run_forward(host: ModelHost, model: str, operation: ForwardOp) -> ForwardOut:
     """Run a forward or forward_backward on the host, with advantages computed there first if it is asked for."""
-    run = host.forward_backward if operation.backward else host.forward
+    run = partial(host.forward_backward, bound=operation.bound) if operation.backward else host.forward
     if operation.gae is not None:
         return await forward_with_gae(host, model, operation.data, operation.loss, operation.gae, run)
-    return await asyncio.wrap_future(run(model, operation.data, operation.loss))
+    out = await asyncio.wrap_future(run(model, operation.data, operation.loss))
+    measured = request_metrics(operation.loss, operation.data, out.logprobs)
+    return replace(out, metrics={**measured, **out.metrics})
 
 
 def _step_metrics(step: UpdateOut, operation: OptimStepOp) -> dict[str, float]:

@@ -26,6 +26,7 @@ from headrace.service.host.model_host import ModelHost
 from headrace.service.requests.request_table import RETRY_S, Outcome, PendingRequest, RequestTable, to_failure
 from headrace.service.sampling.sampler_cache import SamplerCache
 from headrace.service.store.checkpoint_folders import CheckpointFolders
+from headrace.service.store.entities import ModelEntity
 from headrace.service.store.journal import Journal, JournalRow
 from headrace.service.store.registry import Registry
 from headrace.service.telemetry import Telemetry
@@ -69,6 +70,7 @@ class TrainingQueue:
             host, registry, samplers, self._states, folder, self._telemetry, clock=lambda: self.clock
         )
         self._queues: dict[str, ModelQueue] = {}
+        self._retired: dict[str, tuple[int, ...]] = {}  # of models without a queue, `ModelQueue.finished`
         self._turns: deque[ModelQueue] = deque()
         self._last_turn: dict[str, int] = {}  # by owner
         self._turn_numbers = itertools.count(1)
@@ -82,25 +84,34 @@ class TrainingQueue:
 
     def start(self, unfinished: Iterable[JournalRow]) -> None:
         """Go on where the journal ends; `unfinished` are the queued requests of models."""
-        for model in self._registry.models.values():
-            self._queues[model.id] = ModelQueue(model=model.id, next_seq=model.saved_seq + 1)
         for target, seq in self._journal.query(FINISHED):
-            if target in self._queues and seq > self._registry.models[target].saved_seq:
-                self._queues[target].finished.add(seq)
+            model = self._registry.models.get(target)
+            if model is not None and seq > model.saved_seq:
+                self._queues.setdefault(target, _reopened(model)).finished.add(seq)
         for row in unfinished:
             pending = self._requests.restore(row, parse_operation(row.kind, row.body or b""))
             pending.accepted.set_result(None)
+            self._queues.setdefault(row.target, _reopened(self._registry.models[row.target]))
             self.enqueue(pending)
 
     def enqueue(self, pending: PendingRequest) -> None:
         """Run a request when those before it have run and it is its model's turn."""
-        model = pending.row.target
-        # a model that is about to be created: nothing needs to be brought back
-        queue = self._queues.setdefault(model, ModelQueue(model=model, resident=True))
+        queue = self._open_queue(pending.row.target)
         self._add(queue, pending)
         if queue not in self._turns:
             self._turns.append(queue)
         self._start_ready()
+
+    def _open_queue(self, model: str) -> ModelQueue:
+        """Return the queue of a model; one that was retired goes on behind its saved state."""
+        if model not in self._queues:
+            known = self._registry.models.get(model)
+            if known is None or known.saved_seq < 0:  # about to be created: nothing needs to be brought back
+                self._queues[model] = ModelQueue(model=model, resident=True)
+            else:
+                self._queues[model] = _reopened(known)
+                self._queues[model].finished.update(self._retired.pop(model, ()))
+        return self._queues[model]
 
     def _add(self, queue: ModelQueue, pending: PendingRequest) -> None:
         """Queue a request; log-probs of a reference model are computed while it waits."""
@@ -114,7 +125,9 @@ class TrainingQueue:
 
         Raises JournalError, and the request still waits then.
         """
-        queue, seq = self._queues[pending.row.target], pending.row.seq
+        queue, seq = self._queues.get(pending.row.target), pending.row.seq
+        if queue is None:  # nothing of its model waits
+            return False
         if queue.waiting.get(seq) is not pending or pending.replay or isinstance(pending.operation, CreateOp):
             return False
         del queue.waiting[seq]  # it does not start meanwhile, and nothing behind it does
@@ -146,6 +159,23 @@ class TrainingQueue:
         with contextlib.suppress(HeadraceError):
             await asyncio.wrap_future(self._host.drop(model))
 
+    def retire(self, model: str) -> None:
+        """Let go of what is kept for a model whose session has ended, if nothing of it waits or runs."""
+        queue = self._queues.get(model)
+        if queue is None or queue.resident or queue.restoring or queue.depth or queue.num_unjournalled:
+            return
+        if queue.unsaved or queue.unrecorded or queue.restore_error or queue in self._turns:
+            return
+        del self._queues[model]
+        if queue.finished:
+            self._retired[model] = tuple(queue.finished)
+        self._telemetry.end(model, self._registry.models[model].owner)
+
+    def forget(self, model: str) -> None:
+        """Forget a retired model that is deleted."""
+        assert model not in self._queues
+        self._retired.pop(model, None)
+
     async def close(self) -> None:
         """Stop; requests that run are left to the journal and run again after the next start."""
         self._closed = True
@@ -157,10 +187,10 @@ class TrainingQueue:
 
     def is_finished(self, model: str, seq: int) -> bool:
         """Say whether this request has an outcome already."""
-        queue = self._queues.get(model)
-        if queue is None:  # a copy, which is never trained
-            return False
-        return seq <= self._registry.models[model].saved_seq or seq in queue.finished
+        known = self._registry.models.get(model)
+        if known is not None and seq <= known.saved_seq:
+            return True
+        return seq in (self._queues[model].finished if model in self._queues else self._retired.get(model, ()))
 
     def depth(self, model: str | None = None) -> int:
         """Count the requests that wait or run, of one model or of all."""
@@ -181,12 +211,16 @@ class TrainingQueue:
         queue = self._queues.get(model)
         return queue is not None and bool(queue.waiting) and seq == queue.missing_seq()
 
+    def has_queue(self, model: str) -> bool:
+        """Say whether anything is kept for a model; not once it is retired."""
+        return model in self._queues
+
     def is_resident(self, model: str) -> bool:
         return model in self._queues and self._queues[model].resident
 
     def is_behind(self, model: str) -> bool:
         """Say whether the saved state may lack updates that were made."""
-        return model in self._queues and self._queues[model].is_behind
+        return self._queues[model].is_behind if model in self._queues else model in self._retired
 
     @property
     def num_resident(self) -> int:
@@ -357,3 +391,8 @@ class TrainingQueue:
         idle = sorted((queue for queue in self._queues.values() if queue.is_idle), key=lambda queue: queue.last_used)
         for queue in idle[: max(0, self.num_resident + 1 - self._max_resident)]:
             await self.unload(queue.model)
+
+
+def _reopened(model: ModelEntity) -> ModelQueue:
+    """Make the queue of a model that the host does not have; it goes on behind the saved state."""
+    return ModelQueue(model=model.id, next_seq=model.saved_seq + 1)

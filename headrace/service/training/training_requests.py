@@ -14,7 +14,7 @@ from headrace.service.requests.request_table import PendingRequest, RequestTable
 from headrace.service.requests.sessions import Sessions
 from headrace.service.store.entities import ModelEntity
 from headrace.service.store.journal import JournalRow
-from headrace.service.store.registry import Change, Registry
+from headrace.service.store.registry import Change, NotFound, Registry
 from headrace.service.training.operations import Operation, forward_operation, parse_operation
 from headrace.service.training.training_queue import TrainingQueue
 from headrace.service.wire.messages import decompress, parse_forward
@@ -104,7 +104,8 @@ class TrainingRequests:
         if model is not None and model.frozen:
             raise RequestError(f"'{model.id}' holds a copy: choose another model_seq_id for a new model")
         finished = await self._requests.load_from_journal(id)
-        assert finished is not None, f"request {id} has finished and is not in the journal"
+        if finished is None:  # its model was forgotten meanwhile
+            raise NotFound(f"there is no request '{id}'")
         return finished
 
 

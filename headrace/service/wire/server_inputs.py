@@ -1,8 +1,10 @@
-"""Parse and check the inputs that the server is asked to compute: log-probs of a reference model, advantages by GAE.
+"""Parse and check what the server is asked to do besides the loss: log-probs of a reference model, advantages by GAE,
+a limit of the KL.
 
-Both are asked for in `loss_fn_config`; `evaluation.reference_scoring` and `training.server_gae` compute them.
+All are asked for in `loss_fn_config`; `evaluation.reference_scoring`, `training.server_gae` and `host.kl_bound` do it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,11 +12,13 @@ import numpy as np
 
 from headrace.algo.loss_signature import LossFn, loss_inputs
 from headrace.errors import RequestError
+from headrace.service.host.kl_bound import SAMPLER, KlBound
 from headrace.service.wire.messages import WireForward
 from headrace.types import Datum
 
 REFERENCE, GAMMA, LAMBDA, WHITEN = "reference_model", "gae_gamma", "gae_lambda", "gae_whiten"
 REFERENCE_LOGPROBS, WEIGHTS, REWARDS, DONES = "reference_logprobs", "weights", "rewards", "dones"
+KL_LIMIT, KL_ACTION, KL_ACTIONS = "kl_limit", "kl_action", ("discard", "scale_back")
 ESTIMATED = ("advantages", "returns", "values", "value_weights")
 
 
@@ -27,10 +31,11 @@ class GaeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInputs:
-    """Inputs that the server computes; None: not asked for."""
+    """Inputs that the server computes, and the limit that it enforces; None: not asked for."""
 
     reference: str | None = None  # the model whose log-probs the data get
     gae: GaeSettings | None = None  # advantages from the model's own values
+    bound: KlBound | None = None  # of the KL to the sampler after the next update
 
     @property
     def provides(self) -> tuple[str, ...]:
@@ -40,7 +45,7 @@ class ServerInputs:
     @property
     def reads(self) -> tuple[str, ...]:
         """Name the inputs that the server reads, whether the loss reads them or not."""
-        return (WEIGHTS, REWARDS, DONES) if self.gae else ()
+        return (*((WEIGHTS, REWARDS, DONES) if self.gae else ()), *(("logprobs", SAMPLER) if self.bound else ()))
 
 
 NO_SERVER_INPUTS = ServerInputs()
@@ -59,7 +64,23 @@ def parse_server_inputs(request: WireForward) -> tuple[WireForward, ServerInputs
             for name, default in ((GAMMA, GaeSettings().gamma), (LAMBDA, GaeSettings().lam), (WHITEN, 0.0))
         )
         gae = GaeSettings(gamma=gamma, lam=lam, whiten=bool(whiten))
-    return replace(request, config=config), ServerInputs(reference=reference, gae=gae)
+    bound = _bound(config.pop(KL_LIMIT, None), config.pop(KL_ACTION, None))
+    return replace(request, config=config), ServerInputs(reference=reference, gae=gae, bound=bound)
+
+
+def _bound(limit: float | str | None, action: float | str | None) -> KlBound | None:
+    if limit is None:
+        if action is not None:
+            raise RequestError(f"'{KL_ACTION}' is given without a limit: add '{KL_LIMIT}', a KL in nats per token")
+        return None
+    if isinstance(limit, str) or not 0.0 < limit < math.inf:
+        raise RequestError(f"'{KL_LIMIT}' must be a number above 0, in nats per token, not {limit!r}")
+    match action:
+        case None | "discard":
+            return KlBound(limit=float(limit))
+        case "scale_back":
+            return KlBound(limit=float(limit), action="scale_back")
+    raise RequestError(f"'{KL_ACTION}' must be {' or '.join(KL_ACTIONS)}, not {action!r}")
 
 
 def to_config(server_inputs: ServerInputs) -> dict[str, float | str]:
@@ -68,6 +89,8 @@ def to_config(server_inputs: ServerInputs) -> dict[str, float | str]:
     if server_inputs.gae is not None:
         gae = server_inputs.gae
         config |= {GAMMA: gae.gamma, LAMBDA: gae.lam, WHITEN: float(gae.whiten)}
+    if server_inputs.bound is not None:
+        config |= {KL_LIMIT: server_inputs.bound.limit, KL_ACTION: server_inputs.bound.action}
     return config
 
 
@@ -90,6 +113,10 @@ def check_server_inputs(server_inputs: ServerInputs, loss: LossFn, name: str, da
             _check_rewards(datum, index)
         if server_inputs.reference is not None:
             _check_next_tokens(datum, index)
+        if server_inputs.bound is not None and (SAMPLER not in datum.arrays or datum.targets.ndim != 1):
+            raise RequestError(
+                f"datum {index}: '{KL_LIMIT}' needs the input 'logprobs' of the policy that sampled, one per token"
+            )
 
 
 def _check_next_tokens(datum: Datum, index: int) -> None:

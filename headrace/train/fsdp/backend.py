@@ -3,7 +3,7 @@
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,8 @@ from headrace.train.batch import bind_loss, check_data, check_head
 from headrace.train.fsdp.dealing import Share, deal
 from headrace.train.fsdp.rank_backend import OWN_LOSS, BackendOptions, Model, RankBackend, merge_parts
 from headrace.train.fsdp.ranks import Ranks
+from headrace.train.fsdp.saving import LostTouchError
+from headrace.train.state_writer import pass_on
 from headrace.train.torch_backend import dummy_datum, dummy_loss
 from headrace.types import (
     Adam,
@@ -33,6 +35,7 @@ from headrace.types import (
 )
 from headrace.user_code import USER_MODULES
 
+WITHOUT_STATE = ("offload", "reload", "export", "save", "close")  # commands that need no moments
 R = TypeVar("R")
 _numbers = itertools.count()
 
@@ -56,6 +59,8 @@ class FsdpBackend:
         self._ranks, self._options, self._copy = ranks, options, copy
         self._number = next(_numbers)
         self._num_updates = 0
+        self._written: Future[None] | None = None  # the state that was saved last
+        self._offloaded = False  # the optimiser's state is in host memory; belongs to the compute thread
         self.worker = worker or ComputeThread()
         self._owns_worker = worker is None
         self._open(build).result()
@@ -68,8 +73,9 @@ class FsdpBackend:
                 self._has_policy = not has_scalar_head(model.lm)
                 self._has_scalar = model.value_head is not None or not self._has_policy
                 self._dummies, self._dummy_loss = _dummies(model.lm, self._options), dummy_loss(model.lm)
+                group = self._ranks.group
                 return RankBackend(
-                    model, self._options, self._ranks.mesh, progress=self._ranks.progress, copy=self._copy
+                    model, self._options, group.mesh, group.saving, progress=self._ranks.progress, copy=self._copy
                 )
 
             self._ranks.execute(self._number, "open", lambda rank: (build, self._options), what="loading", own=make)
@@ -107,13 +113,41 @@ class FsdpBackend:
         return self._submit("optim_step", run)
 
     def save_state(self, folder: Path) -> "Future[None]":
-        def run() -> None:
-            self._call("save", folder.absolute(), what="save_state")
+        """Copy the shards in their turn, and write them beside what comes after."""
+        written: Future[None] = Future()
+        written.set_running_or_notify_cancel()
+        forget = self._ranks.on_loss(lambda lost: _fail(written, lost))
+        written.add_done_callback(lambda done: forget())
+        self._written = written
 
-        return self._submit("save_state", run)
+        def run() -> "Future[None]":
+            saving: Future[None] = self._call("save", folder.absolute(), what="save_state")[0]
+            return saving
+
+        def write(copied: "Future[Future[None]]") -> None:
+            if (error := copied.exception()) is not None:
+                _fail(written, error)
+            else:
+                copied.result().add_done_callback(pass_on_cause)
+
+        def pass_on_cause(ended: "Future[None]") -> None:
+            if isinstance(ended.exception(), LostTouchError) and (lost := self._ranks.find_loss()) is not None:
+                _fail(written, lost)
+            pass_on(ended, written)
+
+        try:
+            self._submit("save_state", run).add_done_callback(write)
+        except BaseException:
+            forget()
+            raise
+        return written
 
     def load_state(self, folder: Path) -> "Future[None]":
+        saving = self._written
+
         def run() -> None:
+            if saving is not None:  # it may be the state that is loaded
+                wait([saving])
             self._num_updates = self._call("load", folder.absolute(), what="load_state")[0]
 
         return self._submit("load_state", run)
@@ -126,6 +160,22 @@ class FsdpBackend:
     def gradients(self) -> "Future[dict[str, Tensor]]":
         """Gather the accumulated gradient, by parameter, for checks of a training loop."""
         return self._submit("gradients", lambda: self._call("gradients", what="gradients")[0])
+
+    def offload(self) -> "Future[None]":
+        """Move the optimiser's state of every rank to host memory, as `TorchBackend` does with its own.
+
+        The float32 masters of a rank are the weights that it stores, and stay.
+        """
+
+        def run() -> None:
+            self._call("offload", what="offload")
+            self._offloaded = True
+
+        return self._submit("offload", run)
+
+    def reload(self) -> "Future[None]":
+        """Bring the optimiser's state back to the devices; does nothing if it is there."""
+        return self._submit("reload", self._reload)
 
     def check_memory(self, longest: int) -> "Future[None]":
         """Compute the largest micro-batches there can be on every rank and discard them.
@@ -186,7 +236,14 @@ class FsdpBackend:
             raise
         return outer
 
+    def _reload(self) -> None:
+        if self._offloaded:
+            self._offloaded = False
+            self._call("reload", what="reload")
+
     def _call(self, verb: str, *arguments: Any, what: str) -> list[Any]:
+        if verb not in WITHOUT_STATE:
+            self._reload()
         return self._ranks.execute(self._number, verb, lambda rank: arguments, what=what)
 
     def _compute(self, what: str, data: Sequence[Datum], spec: LossSpec, *, want_gradient: bool) -> ForwardOut:
@@ -195,6 +252,8 @@ class FsdpBackend:
         check_data(data, loss, vocabulary=self._vocabulary, context=self._context)
         shares = deal(data, self._ranks.num_ranks, budget=self._options.micro_batch_tokens)
         sent = self._sent(spec)
+        if want_gradient:
+            self._reload()
         parts = self._ranks.execute(
             self._number, "compute", lambda rank: (shares[rank], spec if rank == 0 else sent, want_gradient), what=what
         )
@@ -220,7 +279,7 @@ def is_importable(function: Callable[..., Any]) -> bool:
 
 
 def _fail(future: "Future[Any]", error: BaseException) -> None:
-    if not future.done():
+    with suppress(InvalidStateError):  # it has an outcome
         future.set_exception(error)
 
 

@@ -8,8 +8,9 @@ writes its own part, and reads what it needs whatever the number of ranks was. O
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from headrace.errors import BackendError, HeadraceError, boundary
+from headrace.model.experts import split_experts
 from headrace.model.load import LanguageModel, read_weights
-from headrace.model.lora import LoraLinear, lora_layers, write_adapter
+from headrace.model.lora import LoraLinear, lora_layers, rank_of, weight_update, write_adapter
+from headrace.train.fsdp.saving import SavingGroup
 from headrace.train.fsdp.sharded_adam import ShardedAdamW
+from headrace.train.optimizer import copy_to
 from headrace.train.trainer_state import (
     ADAPTER_FILE,
     OPTIMIZER_FILE,
@@ -80,30 +84,52 @@ def _storing(what: str) -> Iterator[None]:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def save(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCopy:
+    """A copy, in host memory, of what this rank's shards are saved as."""
+
+    flat: Mapping[str, Tensor]  # masters and moments of the shards, by `<parameter>/<kind>`
+    writer: "ModelFolder | None"  # on the first rank
+    num_updates: int
+    frozen: str  # the fingerprint of what is not trained
+
+
+def copy_shards(
+    folder: Path, lm: LanguageModel, optimizer: ShardedAdamW, *, num_updates: int, frozen: str, dtype: torch.dtype
+) -> ShardCopy:
+    """Copy this rank's masters and moments, for `write`."""
+    flat = optimizer.state_dict(device="cpu")
+    for name, master in optimizer.masters.items():
+        if f"{name}/{MASTER}" not in flat:
+            flat[f"{name}/{MASTER}"] = copy_to(master, "cpu")
+    writer = ModelFolder(folder, lm, optimizer, dtype) if dist.get_rank() == 0 else None
+    return ShardCopy(flat=flat, writer=writer, num_updates=num_updates, frozen=frozen)
+
+
+def write(
     folder: Path,
-    lm: LanguageModel,
+    state: ShardCopy,
+    named: Mapping[str, Tensor],  # all parameters of the model, sharded
     optimizer: ShardedAdamW,
-    whole: Iterable[tuple[str, Tensor]],
-    *,
-    num_updates: int,
-    frozen: str,  # the fingerprint of what is not trained
+    saving: SavingGroup,
     dtype: torch.dtype,
-    agree: Callable[[HeadraceError | None], None],
 ) -> None:
-    """Write the model and its training state; all ranks call it, on a file system that they share."""
-    first = dist.get_rank() == 0
+    """Write a copied state; all ranks call it on their saving threads, on a file system that they share.
+
+    Only what training does not change is read of the model and the optimiser.
+    """
+    writer = state.writer
     failure: HeadraceError | None = None
     try:
-        if first:
+        if writer is not None:
             with boundary(BackendError, f"{folder} cannot be written"):
                 folder.mkdir(parents=True, exist_ok=True)
                 remove_saved(folder)
     except HeadraceError as exc:
         failure = exc
-    agree(failure)  # nobody writes before the folder is clean
-    writer = ModelFolder(folder, lm, optimizer, dtype) if first else None
-    for name, tensor in whole:  # on every rank to the end, whatever fails on one
+    saving.agree(failure)  # nobody writes before the folder is clean
+    masters = {name: state.flat[f"{name}/{MASTER}"] for name in optimizer.whole}
+    for name, tensor in saving.gather(named, masters, dtype):  # on every rank to the end, whatever fails on one
         if writer is None or failure is not None:
             continue
         try:
@@ -111,24 +137,23 @@ def save(
                 writer.add(name, tensor)
         except HeadraceError as exc:
             failure = exc
-    agree(failure)
-    state: dict[str, Any] = {}
-    for key, local in _with_masters(optimizer).items():
+    saving.agree(failure)
+    shards: dict[str, Any] = {}
+    for key, local in state.flat.items():
         name, _, kind = key.rpartition("/")
-        state[key] = local if kind == "step" else like(optimizer.whole[name], local)
+        shards[key] = local if kind == "step" else saving.placed(optimizer.whole[name], local)
     try:
         with _storing(f"{folder / SHARDS} cannot be written"):
-            save_shards(state, storage_writer=HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True))
+            save_shards(
+                shards,
+                storage_writer=HuggingFaceStorageWriter(str(folder / SHARDS), save_distributed=True),
+                process_group=saving.group,
+            )
             if writer is not None:
-                writer.finish(num_updates, frozen)
+                writer.finish(state.num_updates, state.frozen, masters.get(VALUE_HEAD))
     except HeadraceError as exc:
         failure = exc
-    agree(failure)
-
-
-def _with_masters(optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    flat = optimizer.state_dict()
-    return flat | {f"{name}/{MASTER}": master.detach().clone() for name, master in optimizer.masters.items()}
+    saving.agree(failure)
 
 
 class ModelFolder:
@@ -168,13 +193,16 @@ class ModelFolder:
 
     def _merged(self, layer: str, weight: Tensor) -> Tensor:
         up, down = (self._adapters[f"{layer}.{leaf}"].to(weight.device)[0] for leaf in ("up", "down"))
-        return weight + self._layers[layer].scale * (up @ down)
+        owner = self._layers[layer]
+        assert isinstance(owner, LoraLinear)
+        return weight + owner.scale * weight_update(owner.base, up, down)
 
     def _put(self, name: str, tensor: Tensor) -> None:
         size_bytes = tensor.numel() * tensor.element_size()
         if self._pending and self._pending_bytes + size_bytes > FILE_BYTES:
             self._flush()
-        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        for part, values in split_experts(self._lm.model, {name: tensor.detach()}).items():
+            self._pending[part] = values.to("cpu", copy=True).contiguous()
         self._pending_bytes += size_bytes
         self._total_bytes += size_bytes
 
@@ -185,11 +213,18 @@ class ModelFolder:
         self._files.append(file)
         self._pending, self._pending_bytes = {}, 0
 
-    def finish(self, num_updates: int, frozen: str) -> None:
-        """Write the last weights, the configuration, adapters, the tokenizer, and at the very end the state."""
+    def finish(self, num_updates: int, frozen: str, beside: Tensor | None) -> None:
+        """Write the last weights, the configuration, adapters, the tokenizer, and at the very end the state.
+
+        `beside`: the value head on the policy's trunk, if there is one.
+        """
         model, folder = self._lm.model, self._folder
         if self._adapted_tied_head:
             self._put("lm_head.weight", self._merged("lm_head", self._tied_head))
+        for owner, module in model.named_modules():  # which no rank trains
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    self._put(f"{owner}.{name}" if owner else name, buffer)
         self._flush()
         self._name_files()
         config = copy.deepcopy(model.config)
@@ -207,11 +242,11 @@ class ModelFolder:
                 folder / "adapter",
                 {name: (self._adapters[f"{name}.down"][0], self._adapters[f"{name}.up"][0]) for name in self._layers},
                 scale=first.scale,
+                rank=rank_of(first),
                 base_model=base.repo,
                 revision=base.revision,
             )
-        beside = self._optimizer.whole.get(VALUE_HEAD)
-        value_head = {} if beside is None else {VALUE_HEAD: beside.detach().to("cpu", copy=True)}
+        value_head = {} if beside is None else {VALUE_HEAD: beside.to(self._dtype)}
         if self._layers:
             save_file(self._trained | value_head, folder / ADAPTER_FILE)
         if value_head:

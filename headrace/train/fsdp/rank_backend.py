@@ -6,6 +6,7 @@ ranks apart: their process group is lost.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from headrace.model.value_head import has_scalar_head
 from headrace.train.batch import BoundLoss, bind_loss
 from headrace.train.fsdp import checkpoints
 from headrace.train.fsdp.dealing import Share
+from headrace.train.fsdp.saving import SavingGroup, await_written
 from headrace.train.fsdp.sharded_adam import ShardedAdamW
 from headrace.train.fsdp.sharding import (
     reshard,
@@ -180,13 +182,19 @@ class RankBackend:
         model: Model,
         options: BackendOptions,
         mesh: DeviceMesh,
+        saving: SavingGroup,
         *,
         progress: Callable[[str], None] = lambda what: None,  # told before every micro-batch and every whole tensor
         copy: LanguageModel | None = None,  # a whole model that `export` writes the weights to
     ) -> None:
         self.lm, self._value_head, self._progress, self._copy = model.lm, model.value_head, progress, copy
         self._dtype = self.lm.dtype
+        self._saving_group = saving
+        self._saving: Future[None] | None = None
         shard_model(self.lm, mesh)
+        if model.value_head is not None:
+            model.value_head.to(self.lm.device)
+        self._named = dict(self.lm.model.named_parameters())  # while a pass runs, modules hold whole ones
         named = {name: parameter for name, parameter in self.lm.model.named_parameters() if parameter.requires_grad}
         if model.value_head is not None:
             named[VALUE_HEAD] = model.value_head.weight
@@ -203,7 +211,6 @@ class RankBackend:
             value_head=model.value_head,
         )
         self._make_loss = options.make_loss
-        self._mesh = mesh
         self._has_gradient = False
         self._num_updates = 0
 
@@ -270,6 +277,18 @@ class RankBackend:
         self._num_updates += 1
         return UpdateOut(grad_norm=norm, updated=True, num_updates=self._num_updates)
 
+    def offload(self) -> bool:
+        """Move the moments of this rank's shard to host memory, and masters that are not the shard itself; return
+        whether there were any."""
+        self.optimizer.offload()
+        if self.lm.device.type == "cuda":  # what torch keeps in reserve is of no use to other processes
+            torch.cuda.empty_cache()
+        return self.optimizer.is_offloaded
+
+    def reload(self) -> None:
+        """Bring them back."""
+        self.optimizer.reload()
+
     def export(self) -> str:
         """Gather the weights one by one, into the whole copy where there is one; return their fingerprint there."""
         targets = None if self._copy is None else dict(self._copy.model.named_parameters())
@@ -302,17 +321,27 @@ class RankBackend:
             whole[name] = whole_tensor(gradient).clone()
         return whole if dist.get_rank() == 0 else {}
 
-    def save(self, folder: Path) -> None:
-        checkpoints.save(
-            folder,
-            self.lm,
-            self.optimizer,
-            self._whole(),
-            num_updates=self._num_updates,
-            frozen=self._frozen,
-            dtype=self._dtype,
-            agree=self._agree,
+    def save(self, folder: Path) -> "Future[None] | None":
+        """Copy this rank's shards, and write them beside what comes after, as every rank does.
+
+        Returns, on the first rank, when all ranks have written. One state is under way at most.
+        """
+        self.finish_saving()
+        frozen = self._frozen
+        state = checkpoints.copy_shards(
+            folder, self.lm, self.optimizer, num_updates=self._num_updates, frozen=frozen, dtype=self._dtype
         )
+
+        def write() -> None:
+            checkpoints.write(folder, state, self._named, self.optimizer, self._saving_group, self._dtype)
+
+        self._saving = self._saving_group.submit(write, folder)
+        return self._saving if dist.get_rank() == 0 else None
+
+    def finish_saving(self) -> None:
+        """Return when nothing is being written; what has failed was told to those who asked for it."""
+        if self._saving is not None:
+            await_written(self._saving, lambda: self._progress("writing the state before"))
 
     def load(self, folder: Path) -> int:
         """Load what was saved by any number of ranks, or by one process; return its count of updates.
@@ -350,11 +379,16 @@ def _gather_rows(share: Share, queued: Sequence[tuple[tuple[int, ...], MicroBatc
     return PartOut(loss=total, logprobs=tuple(logprobs), metrics={name: _read(one) for name, one in metrics.items()})
 
 
+def _plain(value: Any) -> Any:
+    """Return a number as a float, flags and arrays as they are."""
+    return value if isinstance(value, bool | np.ndarray) else float(value)
+
+
 def _read(metric: Any) -> Any:
     """Replace the tensors of a metric by numbers."""
     values = {field.name: getattr(metric, field.name) for field in fields(metric)}
     numbers: dict[str, Any] = {
-        name: _read(value) if is_dataclass(value) else float(value) for name, value in values.items()
+        name: _read(value) if is_dataclass(value) else _plain(value) for name, value in values.items()
     }
     return replace(metric, **numbers)
 

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.errors import RanksLostError, boundary
 from headrace.model.load import no_progress_bars
 from headrace.train.fsdp.launch import RankPlace, open_store
 from headrace.train.fsdp.rank_backend import RankBackend, run_part
-from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, join_group
+from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, RankGroup, join_group
 from headrace.watchdog import EXIT_STALLED
 
 
@@ -41,7 +40,7 @@ def serve_rank(place: RankPlace, *, device: str, deadline_s: float) -> None:
     connection.send(place.rank)
     server = _Server(connection)
     threading.Thread(target=server.read, name="headrace-commands", daemon=True).start()
-    mesh = join_group(
+    group = join_group(
         store,
         rank=place.rank,
         num_ranks=place.num_ranks,
@@ -50,7 +49,8 @@ def serve_rank(place: RankPlace, *, device: str, deadline_s: float) -> None:
         timeout_s=deadline_s + SLACK_S,
     )
     with no_progress_bars():
-        server.serve(mesh)
+        server.serve(group)
+    group.saving.close(wait=True)
     dist.destroy_process_group()
 
 
@@ -85,11 +85,11 @@ class _Server:
             except OSError:  # the first rank has ended
                 os._exit(EXIT_STALLED)
 
-    def serve(self, mesh: DeviceMesh) -> None:
+    def serve(self, group: RankGroup) -> None:
         backends: dict[int, RankBackend] = {}
         while (message := self._commands.get())[0] != "end":
             _, number, backend, verb, arguments = message
-            kind, result = run_part(partial(self._run, backends, backend, verb, arguments, mesh))
+            kind, result = run_part(partial(self._run, backends, backend, verb, arguments, group))
             if kind in ("memory", "broken"):
                 self._send(kind, result)
                 os._exit(EXIT_STALLED)
@@ -101,14 +101,15 @@ class _Server:
         backend: int,
         verb: str,
         arguments: tuple[Any, ...],
-        mesh: DeviceMesh,
+        group: RankGroup,
     ) -> Any:
         if verb == "open":
             build, options = arguments
-            backends[backend] = RankBackend(build(), options, mesh, progress=self._progress)
+            backends[backend] = RankBackend(build(), options, group.mesh, group.saving, progress=self._progress)
             return None
         if verb == "close":
-            backends.pop(backend, None)
+            if (closed := backends.pop(backend, None)) is not None:
+                closed.finish_saving()
             return None
         return getattr(backends[backend], verb)(*arguments)
 

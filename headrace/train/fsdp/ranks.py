@@ -29,9 +29,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from headrace.errors import RanksLostError
 from headrace.train.fsdp.launch import RankPlace, open_store
 from headrace.train.fsdp.rank_backend import ElsewhereError, RankBackend, run_part
+from headrace.train.fsdp.saving import SavingGroup
 from headrace.watchdog import beat
 
 GRACE_S = 3.0  # for the cause of a failure to show: a broken connection is only its effect
+END_S = 10.0  # for a process that was killed to be gone
 SLACK_S = 60.0  # by which collectives outlast the deadline, so that it is ours that passes
 CHANNEL = "headrace/channel"
 
@@ -46,6 +48,14 @@ class _Command:
     moved: dict[int, float] = field(default_factory=dict)  # when each rank was last seen to move
     asked: float | None = None  # when the ranks were asked whether they are there
     answered: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroup:
+    """The groups that this process has joined."""
+
+    mesh: DeviceMesh  # for training
+    saving: SavingGroup  # for checkpoints, beside it
 
 
 class Ranks:
@@ -101,7 +111,7 @@ class Ranks:
         accepting = threading.Thread(target=self._accept, name="headrace-accept", daemon=True)
         accepting.start()
         self._await_connections()
-        self.mesh = join_group(
+        self.group = join_group(
             store,
             rank=0,
             num_ranks=self.num_ranks,
@@ -191,6 +201,12 @@ class Ranks:
         """Tell whether a rank is lost, after which nothing can be computed any more."""
         return self._verdict is not None
 
+    def find_loss(self) -> RanksLostError | None:
+        """Wait a little for a lost rank to be noticed, which may be the cause of another failure."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._verdict is not None or self._closing, GRACE_S)
+            return self._verdict
+
     def on_loss(self, call: Callable[[RanksLostError], None]) -> Callable[[], None]:
         """Call a function when a rank is lost; returns what forgets it."""
         with self._changed:
@@ -207,7 +223,8 @@ class Ranks:
             if own is not None:
                 self._backends[number] = own()
             elif verb == "close":
-                self._backends.pop(number, None)
+                if (closed := self._backends.pop(number, None)) is not None:
+                    closed.finish_saving()
             else:
                 return getattr(self._backends[number], verb)(*arguments)
             return None
@@ -353,7 +370,8 @@ class Ranks:
         with suppress(OSError):
             self._listener.close()
         for process in self._processes.values():
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # one that the system does not let go of cannot keep this one
+                process.wait(END_S)
 
     def close(self) -> None:
         """Let the ranks end, and leave the process group."""
@@ -363,6 +381,7 @@ class Ranks:
         for connection in self._connections.values():
             with suppress(OSError, ValueError):
                 connection.send(("end",))
+        self.group.saving.close(wait=self._verdict is None)
         if self._verdict is None or self._device == "cpu":  # a broken group of NCCL may wait for ever
             with suppress(RuntimeError, ValueError):
                 dist.destroy_process_group()
@@ -395,7 +414,7 @@ def store_port(store: PrefixStore) -> int:
     return int(inner.port)
 
 
-def join_group(store: Any, *, rank: int, num_ranks: int, local_rank: int, device: str, timeout_s: float) -> DeviceMesh:
+def join_group(store: Any, *, rank: int, num_ranks: int, local_rank: int, device: str, timeout_s: float) -> RankGroup:
     """Join the process group of all ranks, on this rank's own GPU if they compute on GPUs."""
     if device == "cuda":
         torch.cuda.set_device(local_rank)
@@ -406,7 +425,7 @@ def join_group(store: Any, *, rank: int, num_ranks: int, local_rank: int, device
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout_s),
     )
-    return init_device_mesh(device, (num_ranks,))
+    return RankGroup(mesh=init_device_mesh(device, (num_ranks,)), saving=SavingGroup(timeout_s=timeout_s))
 
 
 def _results(replies: Mapping[int, tuple[str, Any]]) -> list[Any]:

@@ -9,6 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from headrace.train.optimizer import MasterAdamW
 
+ALIGNED_BYTES = 16  # the kernels on CUDA read so many at a time
+
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return this rank's part of a sharded tensor, which shares its storage."""
@@ -37,7 +39,7 @@ class ShardedAdamW(MasterAdamW):
         for name, parameter in self.whole.items():
             if isinstance(parameter, DTensor):
                 gradient, parameter.grad = parameter.grad, None
-                self.parameters[name].grad = None if gradient is None else local_of(gradient)
+                self.parameters[name].grad = None if gradient is None else _aligned(local_of(gradient))
             else:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -69,3 +71,8 @@ class ShardedAdamW(MasterAdamW):
         self.load_state_dict(flat)
         with torch.no_grad():
             self._publish()
+
+
+def _aligned(gradient: Tensor) -> Tensor:
+    """Copy a gradient that begins at an odd place: those of a unit lie end to end, whatever the sizes of shards."""
+    return gradient.clone() if gradient.data_ptr() % ALIGNED_BYTES else gradient

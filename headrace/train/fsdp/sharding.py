@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from headrace.model.cpu.packed_linear import PackedLinear
 from headrace.model.load import LanguageModel
+from headrace.model.supported import decoder_layers
+from headrace.train.fsdp.loading import read_parameters
 from headrace.train.micro_batch import Seeds
 from headrace.train.optimizer import HALF
 
@@ -27,31 +29,44 @@ ROOT_METHOD = "headrace_inside"  # runs a function while the weights of the root
 def shard_model(lm: LanguageModel, mesh: DeviceMesh) -> None:
     """Shard a model in place, after adapters, fused layers and recomputation have been put in.
 
+    Weights that have not been read are read here, a layer at a time.
+
     Trained parameters of half precision become float32, which are the optimiser's masters; layers compute in half
-    precision as before, and gradients are added up over ranks in float32.
+    precision as before, and gradients are added up over ranks in float32. With one rank nothing is added up and nothing
+    is gained by splitting a layer again: weights and gradients stay in half precision, whole from the forward pass to
+    the backward pass, and the masters are copies, as in one process.
     """
-    model, computed = lm.model, lm.dtype
+    model, computed, alone = lm.model, lm.dtype, mesh.size() == 1
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     for module in model.modules():
         if isinstance(module, PackedLinear):  # its packed copies would be whole weights that stay
             module.__class__ = nn.Linear  # type: ignore[assignment]
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if computed in HALF:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
+    if computed in HALF and not alone:
         policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(sharded_dim(parameter.shape, mesh.size()))
 
-    for layer in model.base_model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
+    def read(unit: nn.Module) -> None:
+        read_parameters(unit, device)
+        for parameter in unit.parameters() if computed in HALF and not alone else ():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.float()
+
+    for layer in decoder_layers(model):  # whole until it is sharded
+        read(layer)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, reshard_after_forward=not alone)
+    read(model)
     fully_shard(model, mesh=mesh, mp_policy=policy, shard_placement_fn=placement)
     setattr(model, ROOT_METHOD, MethodType(_inside, model))
     register_fsdp_forward_method(model, ROOT_METHOD)
     for module in model.modules():
         if isinstance(module, FSDPModule):  # both are needed: the factor alone does not work on gloo
-            module.set_gradient_divide_factor(1.0)
+            if not alone:  # torch would divide by it all the same
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 

@@ -1,6 +1,7 @@
 """Build objects from sections of the configuration.
 
 - `models`: load models as [model] says; build the sampler as [engine] says.
+- `chat_template`: the chat template of a tokenizer.
 - `model_sizes`: the size of a model and the memory that its stages need.
 - `servers`: the sampler over inference servers, as [engine] says.
 - `extra_models`: critic, reference and teacher models, the KL limit.

@@ -1,6 +1,7 @@
 """Load tasks, conversations, pairs and environments from the sources of the configuration."""
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from headrace.data.conversations import (
 from headrace.data.preferences import LabelledReply, PreferencePair, load_labelled, load_pairs, unpaired
 from headrace.data.row_formats import with_system
 from headrace.data.rows import DataSource
+from headrace.data.task_mixture import source_name, tag_tasks
 from headrace.data.task_rows import load_tasks
 from headrace.data.task_source import filter_prompts, find_overlap
 from headrace.envs import (
@@ -27,12 +29,15 @@ from headrace.envs import (
     environment_pairs,
     environment_tasks,
 )
+from headrace.envs.containers.harbor_env import harbor_env_maker
+from headrace.envs.containers.harbor_tasks import load_harbor_tasks
 from headrace.envs.single_turn import SingleTurnEnv
 from headrace.envs.task_definitions import TaskDefinition, load_task_definition
 from headrace.errors import DataError
 from headrace.loops.preference.examples import PreferenceExample, prepare_pairs, prepare_replies
 from headrace.protocols import Env
 from headrace.render import Renderer
+from headrace.rollout.group import EnvByTask, MakeEnv
 from headrace.types import Message, Task
 from headrace.user_code import load_function
 
@@ -66,6 +71,10 @@ def tasks_of(source: SourceConfig) -> list[Task]:
     if source.type == "task":
         defined = _definition(source).tasks
         return [replace(task, messages=with_system(task.messages, source.system)) for task in defined]
+    if source.type == "harbor":
+        assert source.path is not None
+        folders = load_harbor_tasks(Path(source.path))
+        return [replace(task, messages=with_system(task.messages, source.system)) for task in folders]
     return load_tasks(data_source(source))
 
 
@@ -129,17 +138,37 @@ def preference_examples(c: DpoConfig, source: SourceConfig, renderer: Renderer) 
             name,
             c.max_tokens,
             prepared.longest,
+            extra={"about_run": f"too long: {name}"},
         )
     if prepared.alike:
         logger.warning(
-            "%d of %d %s of %s have the same tokens on both sides and are left out", prepared.alike, total, what, name
+            "%d of %d %s of %s have the same tokens on both sides and are left out",
+            prepared.alike,
+            total,
+            what,
+            name,
+            extra={"about_run": f"alike: {name}"},
         )
     return prepared.examples
 
 
-def training_tasks(c: RlConfig, renderer: Renderer, held_out: Sequence[Task]) -> tuple[Task, ...]:
-    """Load the tasks of [rl] whose prompts fit; log how many were left out, and how many are also held out."""
-    return fitting_tasks(c.tasks, renderer, held_out, max_tokens=c.max_prompt_tokens, stage="rl")
+def training_tasks(c: RlConfig, renderer: Renderer, held_out: Sequence[Task]) -> list[tuple[Task, ...]]:
+    """Load the tasks of each source of [rl] whose prompts fit; log how many were left out, and how many are also held
+    out. With several sources, the ids of tasks begin with the name of theirs."""
+    fitting = [
+        fitting_tasks(source, renderer, held_out, max_tokens=c.max_prompt_tokens, stage="rl") for source in c.tasks
+    ]
+    if len(fitting) == 1:
+        return fitting
+    return [tag_tasks(name, tasks) for name, tasks in zip(source_names(c.tasks), fitting, strict=True)]
+
+
+def source_names(sources: Sequence[SourceConfig]) -> list[str]:
+    """Return a short name for each source of tasks: that of its environment, its file or its dataset."""
+    files = [(source.path or source.type).partition(":")[0].partition("@")[0] for source in sources]
+    given = [source.name or Path(file).stem for source, file in zip(sources, files, strict=True)]
+    plain = [re.sub(r"[^A-Za-z0-9._-]+", "_", name) for name in given]
+    return [name if plain.count(name) == 1 else f"{name}_{number}" for number, name in enumerate(plain)]
 
 
 def fitting_tasks(
@@ -149,10 +178,13 @@ def fitting_tasks(
     filtered = filter_prompts(tasks_of(source), renderer, max_tokens)
     if filtered.dropped_count:
         logger.warning(
-            "%d tasks have prompts of more than %d tokens (the longest has %d) and are left out",
+            "%d of %d tasks have prompts of more than %s.max_prompt_tokens = %d (the longest has %d) and are left out",
             filtered.dropped_count,
+            filtered.dropped_count + len(filtered.kept),
+            stage,
             max_tokens,
             filtered.longest,
+            extra={"about_run": f"prompts left out: {stage}, {source.path or source.name}"},
         )
     if not filtered.kept:
         raise DataError(
@@ -161,7 +193,11 @@ def fitting_tasks(
         )
     shared = find_overlap(filtered.kept, held_out) if held_out else 0
     if shared:
-        logger.warning("%d held-out tasks are also trained on: their score says little", shared)
+        logger.warning(
+            "%d held-out tasks are also trained on: their score says little",
+            shared,
+            extra={"about_run": f"held out and trained: {stage}"},
+        )
     return filtered.kept
 
 
@@ -178,11 +214,19 @@ def training_conversations(
         ]
         shared = find_overlap(answered, held_out_tasks)
         if shared:
-            logger.warning("%d held-out tasks are also answered in sft.sources: their score says little", shared)
+            logger.warning(
+                "%d held-out tasks are also answered in sft.sources: their score says little",
+                shared,
+                extra={"about_run": "held out and trained: sft"},
+            )
         if c.held_out is not None:
             shared = find_overlap(answered, answered_by(c.held_out, held_out))
             if shared:
-                logger.warning("%d prompts of sft.held_out are also in sft.sources: their loss says little", shared)
+                logger.warning(
+                    "%d prompts of sft.held_out are also in sft.sources: their loss says little",
+                    shared,
+                    extra={"about_run": "held out and trained: sft.held_out"},
+                )
     return [(conversations, source.weight) for source, conversations in zip(c.sources, loaded, strict=True)]
 
 
@@ -203,11 +247,12 @@ def warn_of_cuts(conversations: Sequence[Conversation], renderer: Renderer, max_
             what,
             max_tokens,
             max(lengths),
+            extra={"about_run": "cut conversations"},
         )
 
 
 def _offered(conversation: Conversation) -> tuple[Mapping[str, Any], ...] | None:
-    return conversation.tools if isinstance(conversation, ToolConversation) else None
+    return (conversation.tools or None) if isinstance(conversation, ToolConversation) else None
 
 
 def answered_by(source: SourceConfig, conversations: Sequence[Conversation]) -> list[Task]:
@@ -219,13 +264,25 @@ def answered_by(source: SourceConfig, conversations: Sequence[Conversation]) -> 
     return [Task(id=str(index), messages=prompt_of(conversation)) for index, conversation in enumerate(conversations)]
 
 
-def make_env_of(source: SourceConfig) -> Callable[[], Env]:
-    """Return the constructor of the environment that plays the tasks of a source."""
+def make_env_of_tasks(sources: Sequence[SourceConfig], *, max_turns: int | None = None) -> MakeEnv:
+    """Return what makes the environments of the tasks of [rl]: of several sources, each has its own."""
+    makers = [make_env_of(source, max_turns=max_turns) for source in sources]
+    if len(makers) == 1:
+        return makers[0]
+    by_name = dict(zip(source_names(sources), makers, strict=True))
+    return EnvByTask(lambda task: by_name[source_name(task)])
+
+
+def make_env_of(source: SourceConfig, *, max_turns: int | None = None) -> Callable[[], Env]:
+    """Return the constructor of the environment that plays the tasks of a source; `max_turns` is the episodes' limit,
+    for environments whose reward is only known at the end."""
     if source.type == "env":
         assert source.name is not None
         return ENVIRONMENTS[source.name].make_env
     if source.type == "task":
         return _definition(source).make_env
+    if source.type == "harbor":
+        return harbor_env_maker(source.options, max_turns)
     if source.env is not None:
         return load_function(source.env)
     return SingleTurnEnv

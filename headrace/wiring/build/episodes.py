@@ -10,7 +10,7 @@ from headrace.reward.terms import GroupTerm, Term
 from headrace.rollout.group import GroupPlayer
 from headrace.types import Episode, FailedEpisode, Group, SamplingParams, ScoredEpisode, Task
 from headrace.wiring.build.agent_endpoint import AgentEndpoint
-from headrace.wiring.build.data import make_env_of
+from headrace.wiring.build.data import make_env_of, make_env_of_tasks
 from headrace.wiring.build.rewards import make_reward_runner
 
 ENV_THREADS = 64  # for environments that block, in stages without a key for it
@@ -29,7 +29,7 @@ def train_player(
     sampling = make_sampling(c.sampling, c.sampling.temperature)
     return GroupPlayer(
         group_size=c.group_size,
-        make_env=make_env_of(c.tasks),
+        make_env=make_env_of_tasks(c.tasks, max_turns=c.max_turns),
         sampler=sampler,
         renderer=renderer,
         reward_runner=reward_runner,
@@ -60,7 +60,7 @@ def distill_player(
     """Build the player of a teacher's tasks, one episode of each, without rewards."""
     return GroupPlayer(
         group_size=1,
-        make_env=make_env_of(teacher.tasks),
+        make_env=make_env_of(teacher.tasks, max_turns=c.max_turns),
         sampler=sampler,
         renderer=renderer,
         reward_runner=Unjudged(),
@@ -89,7 +89,7 @@ def eval_player(
     sampling = make_sampling(rl.sampling, config.eval.temperature)
     return GroupPlayer(
         group_size=config.eval.samples,
-        make_env=make_env or make_env_of(source),
+        make_env=make_env or make_env_of(source, max_turns=rl.max_turns),
         sampler=sampler,
         renderer=renderer,
         reward_runner=make_reward_runner(terms, rl),
@@ -108,10 +108,10 @@ def eval_player(
 def _rules_of_distillation(c: DistillConfig | None, source: SourceConfig) -> RlConfig:
     """Return the rules of [distill] as those of [rl], or the defaults."""
     if c is None:
-        return RlConfig(steps=1, tasks=source)
+        return RlConfig(steps=1, tasks=(source,))
     return RlConfig(
         steps=1,
-        tasks=source,
+        tasks=(source,),
         max_turns=c.max_turns,
         max_prompt_tokens=c.max_prompt_tokens,
         max_episode_tokens=c.max_episode_tokens,

@@ -4,7 +4,8 @@ from headrace.algo.datum import SequenceUnit
 from headrace.algo.loss_signature import loss_inputs
 from headrace.algo.losses import find_loss
 from headrace.config import CriticConfig as CriticConfig
-from headrace.config import RlConfig
+from headrace.config import RlConfig, num_steps
+from headrace.config.paths import is_url
 from headrace.loops.critic import Critic, CriticSettings
 from headrace.loops.kl_limit import COEF, KlLimit
 from headrace.loops.step_batch import Score, backend_scorer, required_arrays
@@ -16,7 +17,7 @@ from headrace.watchdog import watching_thread
 from headrace.wiring.build.loss import make_adam
 from headrace.wiring.build.models import whole
 from headrace.wiring.inputs import RlFunctions
-from headrace.wiring.stage_context import StageContext
+from headrace.wiring.stage_context import StageContext, stage_start
 
 
 def make_critic(c: RlConfig, critic: CriticConfig, context: StageContext) -> Critic:
@@ -28,7 +29,7 @@ def make_critic(c: RlConfig, critic: CriticConfig, context: StageContext) -> Cri
     if not shared:
         updater = Updater(
             backend=backend,
-            adam=make_adam(critic.optimizer, c.steps),
+            adam=make_adam(critic.optimizer, num_steps(c)),
             max_skips=critic.optimizer.max_skips,
             skips_in_a_row=0 if resumed is None else int(resumed.state["critic_skips_in_a_row"]),
         )
@@ -74,7 +75,7 @@ def make_kl_limit(c: RlConfig, limit: float, context: StageContext, loss: LossSp
         policy=backend_scorer(context.backend),
         backend=context.backend if c.kl_action == "scale_back" else None,
         coef=params.get(COEF),
-        doublings=0.0 if resumed is None else float(resumed.state["kl_coef_doublings"]),
+        doublings=0.0 if resumed is None else float(resumed.state.get("kl_coef_doublings", 0.0)),
     )
 
 
@@ -92,5 +93,10 @@ def make_scorers(c: RlConfig, context: StageContext, functions: RlFunctions) -> 
 
 def open_frozen(context: StageContext, path: str | None, *, micro_batch_tokens: int) -> Score:
     """Load a frozen model that scores: that of a folder or URL, or the one that the stage started from."""
+    if context.cluster is not None and not (path is not None and is_url(path)):
+        folder = stage_start(context.state) if path is None else whole(path)
+        scorer = context.cluster.frozen(folder)
+        if scorer is not None:
+            return scorer
     with watching_thread("loading a frozen model", has_deadline=True):
         return context.runtime.open_frozen(path, micro_batch_tokens=micro_batch_tokens)

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from functools import wraps
 
+import numpy as np
 from torch import Tensor
 
 from headrace.algo.advantages.anchor_keys import KEYS, KeysFn, keys_by
+from headrace.algo.advantages.credit import METHODS, CreditMethod, own_method, step_advantages
+from headrace.algo.advantages.step_table import StepTable
 from headrace.algo.correction import BehaviourCorrection, BoundRule, MissingRule, WeightLevel
 from headrace.algo.loss_signature import LossFn, LossOut, loss_inputs
 from headrace.algo.losses import LOSSES, find_loss
@@ -67,6 +70,28 @@ def own_loss(spec: str) -> LossFn:
         return out
 
     return checked
+
+
+def make_credit(c: RlConfig) -> CreditMethod:
+    """Return the credit method of [rl]: a name, or a user's function with its parameters checked.
+
+    Raises ConfigError if the function cannot be called as one, or fails on two small groups.
+    """
+    if c.critic is not None or c.credit in METHODS:
+        return c.credit
+    method = own_method(load_function(c.credit), c.credit)
+    probe = StepTable(
+        group_E=np.array([0, 0, 1, 1]),
+        length_E=np.array([1, 2, 2, 1]),
+        tokens_E=np.array([2, 4, 4, 2]),
+        total_E=np.array([0.0, 1.0, 1.0, 0.5]),
+        success_E=np.array([False, True, True, False]),
+        reward_S=np.array([0.0, 0.5, 0.5, 0.0, 1.0, 0.5]),
+        state_S=np.array([0, 0, 1, 2, 3, 2]),
+        valid_S=np.ones(6, dtype=bool),
+    )
+    step_advantages(probe, method=method, params=c.credit_params)
+    return method
 
 
 def make_keys(c: RlConfig) -> KeysFn:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from headrace.config import Config
-from headrace.config.paths import is_url
+from headrace.config.paths import is_url, remote_reward
 from headrace.envs import ENVIRONMENTS
 from headrace.errors import ConfigError
 from headrace.model.memory import (
@@ -15,7 +15,8 @@ from headrace.model.memory import (
     read_model_dims,
     tiny_model_dims,
 )
-from headrace.names import REWARD_MODEL
+from headrace.names import REWARD_MODEL, ROW_ALIGN
+from headrace.storage.adapter_files import described_model
 from headrace.storage.hub import hub_name, model_description
 
 
@@ -41,29 +42,31 @@ def folder_shape(path: str) -> ModelDims:
     if path == "smollm2-135m":
         return SMOLLM2_135M
     name = None if Path(path).exists() else hub_name(path)
-    return read_model_dims(Path(path) if name is None else model_description(name))
+    return read_model_dims(described_model(Path(path) if name is None else model_description(name)))
 
 
 def tiny_words(config: Config) -> tuple[str, ...]:
-    """List every word of the environments that the stages learn from; raises ConfigError when there is none."""
+    """List every word of the environments that the stages learn from, and those that the file adds; raises ConfigError
+    when there is none."""
     stages = [stage for stage in (config.sft, config.dpo, config.reward_model) if stage is not None]
-    sources = [*(source for stage in stages for source in stage.sources), *([config.rl.tasks] if config.rl else [])]
+    sources = [*(source for stage in stages for source in stage.sources), *(config.rl.tasks if config.rl else ())]
     sources += [teacher.tasks for teacher in config.distill.teachers] if config.distill else []
     names = [source.name for source in sources if source.type == "env" and source.name]
-    if not names:
+    if not names and not config.model.tiny.words:
         raise ConfigError(
-            'model.path = "tiny" knows only the words of built-in environments: add a source of type "env"'
+            'model.path = "tiny" knows only the words of built-in environments: add a source of type "env", or list '
+            "words in model.tiny.words"
         )
-    return tuple(dict.fromkeys(word for name in dict.fromkeys(names) for word in ENVIRONMENTS[name].vocabulary()))
+    known = (word for name in dict.fromkeys(names) for word in ENVIRONMENTS[name].vocabulary())
+    return tuple(dict.fromkeys((*known, *config.model.tiny.words)))
 
 
 def memory_request(config: Config) -> MemoryRequest:
     """Collect what the memory plan follows from; the larger stage counts where stages differ."""
     rl, lora = config.rl, config.model.lora
     stages = [stage for stage in (config.sft, config.distill, config.dpo, config.reward_model, rl) if stage is not None]
-    sampled = (
-        rl is not None or config.distill is not None or config.eval.source is not None
-    ) and not config.engine.is_served
+    samples = rl is not None or config.distill is not None or config.eval.source is not None
+    sampled = samples and not samples_elsewhere(config)
     return MemoryRequest(
         micro_batch_tokens=max((stage.micro_batch_tokens for stage in stages), default=0),
         kv=_kv_room(config) if sampled else KvBudget(wanted=0, least=0),
@@ -73,7 +76,13 @@ def memory_request(config: Config) -> MemoryRequest:
         frozen_copies=_frozen_copies(config),
         critic=rl is not None and rl.critic is not None and rl.critic.trunk != "shared",
         graphs=sampled and config.engine.type == "embedded" and config.engine.cuda_graphs is not False,
+        slots=-(-config.engine.max_num_seqs // ROW_ALIGN) * ROW_ALIGN if sampled else 0,
     )
+
+
+def samples_elsewhere(config: Config) -> bool:
+    """Tell whether other processes hold the weights and the cache that sample."""
+    return config.engine.is_served or config.cluster.engine_replicas > 0
 
 
 def _frozen_copies(config: Config) -> int:
@@ -86,9 +95,12 @@ def _frozen_copies(config: Config) -> int:
     if rl is None:
         return before
     differs = rl.sync_every > 1 or rl.asynchronous.max_staleness > 0 or config.engine.type == "generate"
-    sampler = differs and not config.engine.is_served
+    sampler = differs and not samples_elsewhere(config)
     local = [path for path in (rl.reference, rl.teacher) if path is not None and not is_url(path)]
-    return max(before, sampler + len(local) + sum(term.fn == REWARD_MODEL for term in rl.rewards))
+    return max(
+        before,
+        sampler + len(local) + sum(term.fn == REWARD_MODEL and remote_reward(term) is None for term in rl.rewards),
+    )
 
 
 def _kv_room(config: Config) -> KvBudget:

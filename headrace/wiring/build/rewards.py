@@ -11,30 +11,27 @@ from pathlib import Path
 
 from headrace.algo.datum import scored_datum
 from headrace.config import Config, ModelConfig, RewardRunnerConfig, RewardTermConfig, RlConfig
-from headrace.config.paths import term_name
+from headrace.config.paths import remote_reward, term_name
 from headrace.errors import ConfigError, ModelError, boundary
-from headrace.infer.engine import EmbeddedEngine
-from headrace.model.value_head import is_scalar_folder
 from headrace.names import FORMAT, JUDGE, LENGTH, REWARD_MODEL
-from headrace.render import Renderer
 from headrace.reward.alignment import Alignment
 from headrace.reward.builtin import code_tests
 from headrace.reward.builtin.table import ANSWER_REWARDS, check_options, check_rows
 from headrace.reward.format import SPEC as FORMAT_SPEC
 from headrace.reward.format import matches
 from headrace.reward.judge import Ask, JudgeSettings, ask_endpoint, ask_sampler, judge_term
+from headrace.reward.remote_term import RemoteReward, remote_term
 from headrace.reward.reward_runner import GroupRewardRunner, PartNames
 from headrace.reward.sandbox.limits import CallLimits
 from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.terms import BUILTIN, GroupTerm, RewardFn, Term, answer_reward, length, reward_by_model
 from headrace.reward.truncation import TruncatedReward, TruncatedRule
 from headrace.reward.user_term import UserRewardSpec, check_importable, sandboxed_term, trusted_term
-from headrace.train.frozen_model import FrozenScorer
 from headrace.types import IntArray, SamplingParams, Task
-from headrace.wiring.build.models import load_policy, load_scalar, whole
 
 logger = logging.getLogger(__name__)
 
+REWARD_SERVER_KEY = "HEADRACE_REFERENCE_KEY"  # the environment variable with the key of a server of rewards
 ENV = "env"  # the reward of the environment
 MATH_CPU_S, MATH_WALL_S = 5, 60.0  # to compare two formulas
 
@@ -45,9 +42,28 @@ def make_terms(config: Config, reward_model_path: str | None) -> list[Term | Gro
     tokens = 8192 if config.rl is None else config.rl.micro_batch_tokens
     runner = RewardRunnerConfig() if config.rl is None else config.rl.reward_runner
     return [
-        _term(term, config.model, reward_model_path, tokens) if _runs_in_process(term) else _user_term(term, runner)
+        _make_term(term, config.model, runner, reward_model_path, tokens)
         for term in _usable_terms(config, reward_model_path)
     ]
+
+
+def _make_term(
+    term: RewardTermConfig, model: ModelConfig, runner: RewardRunnerConfig, reward_model_path: str | None, tokens: int
+) -> Term | GroupTerm:
+    if (url := remote_reward(term)) is not None:
+        return _remote_term(term, url)
+    return _term(term, model, reward_model_path, tokens) if _runs_in_process(term) else _user_term(term, runner)
+
+
+def _remote_term(term: RewardTermConfig, url: str) -> GroupTerm:
+    """Connect to the server of a reward, which is asked now whether it has it. Raises ConfigError."""
+    remote = RemoteReward(url, key=os.environ.get(REWARD_SERVER_KEY))
+    try:
+        remote.check()
+    except ConfigError as exc:
+        remote.close()
+        raise ConfigError(f"reward {term_name(term)}: {exc}") from exc
+    return remote_term(term_name(term), remote, weight=term.weight)
 
 
 def has_terms(config: Config, reward_model_path: str | None) -> bool:
@@ -86,7 +102,7 @@ def make_reward_runner(
     part_names: PartNames | None = None,
 ) -> GroupRewardRunner:
     """Build the runner. A reward model scores one episode at a time, so terms may take as long as an episode may."""
-    waits = any(term.fn == REWARD_MODEL for term in rl.rewards)
+    waits = any(term.fn == REWARD_MODEL or remote_reward(term) is not None for term in rl.rewards)
     return GroupRewardRunner(
         terms,
         timeout_s=rl.asynchronous.task_timeout_s if waits else 60.0,
@@ -105,7 +121,9 @@ def make_truncation(rl: RlConfig) -> TruncatedReward:
 def check_rewards(rl: RlConfig) -> None:
     """Raise ConfigError when a user's reward function cannot be found or imported."""
     for term in reward_terms(rl):
-        if not _runs_in_process(term):
+        if (url := remote_reward(term)) is not None:
+            RemoteReward(url, key=os.environ.get(REWARD_SERVER_KEY)).check()
+        elif not _runs_in_process(term):
             _user_term(term, rl.reward_runner)
 
 
@@ -147,6 +165,7 @@ def _check_exact_match(tasks: Sequence[Task]) -> None:
             'fn = "math" or "final_number" compare what is behind the mark',
             worked,
             len(tasks),
+            extra={"about_run": "exact_match"},
         )
 
 
@@ -232,6 +251,10 @@ def _judge_term(term: RewardTermConfig, model: ModelConfig) -> GroupTerm:
     if not isinstance(params, SamplingParams):
         return judge_term(term_name(term), params, chosen, weight=term.weight)
     assert term.path is not None
+    from headrace.infer.engine import EmbeddedEngine
+    from headrace.render import Renderer
+    from headrace.wiring.build.models import load_policy, whole
+
     lm = load_policy(replace(model, lora=None, recompute=False), whole(term.path), seed=0)
     engine = EmbeddedEngine(lm, max_num_seqs=chosen.at_once)
     ask = ask_sampler(engine, Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens), params)
@@ -271,6 +294,10 @@ def _length(term: RewardTermConfig) -> RewardFn:
 
 def _model_reward(path: str, model: ModelConfig, micro_batch_tokens: int) -> RewardFn:
     """Load a reward model as a reward function. It scores episodes one at a time: no reward depends on others."""
+    from headrace.model.value_head import is_scalar_folder
+    from headrace.train.frozen_model import FrozenScorer
+    from headrace.wiring.build.models import load_scalar, whole
+
     if not is_scalar_folder(Path(path)):
         raise ModelError(f"{path} is not a reward model: give the folder of a sequence classifier with one label")
     lm = load_scalar(replace(model, lora=None, recompute=False), whole(path), seed=0)

@@ -1,28 +1,51 @@
 """Build the executor that plays groups from [rl] and [rl.async]."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from headrace.config import AsyncConfig, RlConfig
+from headrace.algo.random import derive_seed
+from headrace.algo.staleness import LiveCounts
+from headrace.config import AsyncConfig, RlConfig, SourceConfig
+from headrace.data.curriculum import Curriculum
+from headrace.data.task_mixture import TaskMixture
 from headrace.data.task_source import TaskSource
 from headrace.reward.reward_runner import PartNames
-from headrace.rollout.executor import AsyncSettings, RolloutExecutor, StaleAction, build_executor
+from headrace.rollout.executor import AsyncSettings, ExecutorParts, RolloutExecutor, StaleAction, build_executor
+from headrace.rollout.executor.admission import Limit
 from headrace.rollout.executor.selection import SCORES, GroupSelection, TakeBest, TakeFirst
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.filters import FILTERS, Filter, named_filter
 from headrace.rollout.publisher import Interrupt
-from headrace.user_code import load_function
+from headrace.types import Task
+from headrace.user_code import check_arguments, load_function
 from headrace.wiring.build.episodes import train_player
 from headrace.wiring.build.rewards import make_reward_runner, make_truncation
 from headrace.wiring.stage_context import StageContext
+
+Tasks = TaskSource | Curriculum | TaskMixture
+
+
+def make_task_source(c: RlConfig, tasks: Sequence[Sequence[Task]], seed: int) -> Tasks:
+    """Build what draws the tasks of [rl], which are those of each source in turn."""
+    if len(tasks) == 1:
+        return _make_part(c.tasks[0], tasks[0], seed)
+    parts = [
+        (_make_part(source, part, derive_seed(seed, "tasks", number)), source.weight)
+        for number, (source, part) in enumerate(zip(c.tasks, tasks, strict=True))
+    ]
+    return TaskMixture(parts)
+
+
+def _make_part(source: SourceConfig, tasks: Sequence[Task], seed: int) -> TaskSource | Curriculum:
+    return TaskSource(tasks, seed) if source.curriculum is None else Curriculum(tasks, seed)
 
 
 def make_executor(
     c: RlConfig,
     seed: int,
     context: StageContext,
-    source: TaskSource,
+    source: Tasks,
     utilization: SamplerUtilization,
     part_names: PartNames,
 ) -> RolloutExecutor:
@@ -46,7 +69,10 @@ def make_executor(
         filters=make_filters(c),
         selection=make_selection(c.asynchronous),
         utilization=utilization,
+        outcomes=None if isinstance(source, TaskSource) else source,
         play=(lambda player: player) if cluster is None else cluster.play,
+        turns=context.runtime.turns,
+        parts=ExecutorParts(limits=make_limits(c.asynchronous)),
     )
 
 
@@ -74,6 +100,23 @@ def make_selection(c: AsyncConfig) -> GroupSelection:
     if c.select == "first":
         return TakeFirst()
     return TakeBest(SCORES[c.select_score] if c.select_score in SCORES else load_function(c.select_score))
+
+
+def make_limits(c: AsyncConfig) -> tuple[Limit, ...]:
+    """Load the limits of `rl.async.limits`, each of which is called as limit(counts)."""
+    return tuple(_make_limit(spec) for spec in c.limits)
+
+
+def _make_limit(spec: str) -> Limit:
+    fn = load_function(spec)
+    check_arguments(fn, 1, f"'rl.async.limits': {spec}", "counts")
+
+    def limit(counts: LiveCounts) -> int:
+        allowed: int = fn(counts)
+        return allowed
+
+    limit.__name__ = spec
+    return limit
 
 
 def make_filters(c: RlConfig) -> list[Filter]:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from headrace.errors import ConfigError, HeadraceError
 from headrace.observe.sinks.alerts import AlertRule, AlertSink
 from headrace.observe.sinks.datadog import DatadogAgent, DatadogSink
 from headrace.observe.sinks.jsonl import JsonlSink
+from headrace.observe.sinks.mlflow import MlflowSink
 from headrace.observe.sinks.prometheus import Exporter, Gauges, Labels, PrometheusSink
 from headrace.observe.sinks.tee import OptionalSink, TeeSink
 from headrace.observe.sinks.tensorboard import TensorBoardSink
+from headrace.observe.sinks.trackio import TrackioSink
 from headrace.observe.sinks.wandb import WandbSink
 from headrace.observe.sinks.webhook import Webhook
 from headrace.protocols import MetricSink
@@ -36,8 +38,9 @@ class MetricSource:
     stage: str  # of the run, or the id of a served model
     folder: Path  # for sinks that write files
     labels: Labels  # for sinks that have some
-    config: Mapping[str, Any]  # what W&B shows beside the metrics
+    config: Mapping[str, Any]  # what W&B, Trackio and MLflow show beside the metrics
     purge_step: int | None = None
+    thin_out: Callable[[MetricSink], MetricSink] = lambda sink: sink  # as `run.log_every` says
 
 
 class MetricOutputs:
@@ -65,7 +68,9 @@ class MetricOutputs:
     def sinks(self, source: MetricSource) -> list[MetricSink]:
         """Open the sinks that `metrics.sinks` names, and the alerts; each can fail without the run."""
         names = [name for name in self._metrics.sinks if name != "prometheus" or self._gauges is not None]
-        named: list[MetricSink] = [OptionalSink(self._open(name, source), name) for name in names]
+        named: list[MetricSink] = [
+            source.thin_out(OptionalSink(self._open(name, source), name)) for name in names
+        ]  # alerts count every record
         if self._rules:
             about = {"run": source.run}
             named.append(
@@ -94,6 +99,22 @@ class MetricOutputs:
                     project=c.wandb.project,
                     entity=c.wandb.entity,
                     mode=c.wandb.mode,
+                    group=source.run,
+                    stage=source.stage,
+                    config=source.config,
+                )
+            case "trackio":
+                return TrackioSink(
+                    project=c.trackio.project,
+                    space_id=c.trackio.space_id,
+                    group=source.run,
+                    stage=source.stage,
+                    config=source.config,
+                )
+            case "mlflow":
+                return MlflowSink(
+                    tracking_uri=c.mlflow.tracking_uri,
+                    experiment=c.mlflow.experiment,
                     group=source.run,
                     stage=source.stage,
                     config=source.config,

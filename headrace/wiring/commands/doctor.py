@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from headrace import __version__
 from headrace.errors import HeadraceError, boundary
 from headrace.model.memory import choose_placement
-from headrace.model.supported import REFUSED, SUPPORTED
+from headrace.model.supported import ON_CUDA, REFUSED, SUPPORTED
 from headrace.observe import machine
 from headrace.observe.explain_text import chosen_text, support_table
 from headrace.reward.user_term import sandbox_text
@@ -30,7 +30,8 @@ def describe_machine(checking: "Future[SamplingCheck]", waiting: Waiting) -> Ite
     broken = [name for name in ("torch", "transformers") if not facts["packages"][name]["ok"]]
     if broken:
         raise HeadraceError(f"{' and '.join(broken)} cannot be imported, so nothing can run: run  pip install headrace")
-    yield f"model types\n{support_table(SUPPORTED, REFUSED)}\n"
+    covered = {kind: note if kind in ON_CUDA else f"{note} (on a CPU only)" for kind, note in SUPPORTED.items()}
+    yield f"model types\n{support_table(covered, REFUSED)}\n"
     with waiting("sampling alone, in a crowd and preempted"), boundary(HeadraceError, "sampling cannot be checked"):
         ok, detail, in_graphs = checking.result()
     yield f"decoded in CUDA graphs: {', '.join(in_graphs)}; other types step by step\n"

@@ -31,8 +31,17 @@ from headrace.wiring.runtime.service import ServiceRuntime, check_service, start
 
 def evaluate(config: Config) -> dict[str, float]:
     """Return the held-out metrics of the configured model."""
+    return held_out_metrics(config, play_held_out(config))
+
+
+def play_held_out(config: Config) -> EvalResult:
+    """Play the tasks of [eval.source] with the configured model."""
     with no_progress_bars():
-        evaluation = asyncio.run(_evaluate(config))
+        return asyncio.run(_evaluate(config))
+
+
+def held_out_metrics(config: Config, evaluation: EvalResult) -> dict[str, float]:
+    """Return the metrics of an evaluation that are known of this model."""
     metrics = metric_values(evaluation.metrics)
     if remote_name(config.model.path) is not None:
         del metrics["eval/length"]  # its tokens are not known
@@ -63,8 +72,13 @@ def demonstrate(
     alone."""
     if config.rl is None:
         raise ConfigError("there are no tasks to demonstrate: add a table [rl] with tasks")
+    if len(config.rl.tasks) > 1:
+        raise ConfigError(
+            f"'rl.tasks' has {len(config.rl.tasks)} sources, and demonstrations are made of one at a time: leave the "
+            "others out, such as with --set rl.tasks='{type = ...}'"
+        )
     temperature = config.rl.sampling.temperature
-    eval_config = replace(config.eval, source=config.rl.tasks, tasks=tasks, samples=samples, temperature=temperature)
+    eval_config = replace(config.eval, source=config.rl.tasks[0], tasks=tasks, samples=samples, temperature=temperature)
     tools: dict[str, Tools] = {}
     with no_progress_bars():
         evaluation = asyncio.run(
@@ -92,8 +106,10 @@ async def _evaluate(
         open_player = _service_player
     else:
         open_player = _local_player
+    max_turns = None if config.rl is None else config.rl.max_turns
     try:
-        async with open_player(config, terms, wrap_env(make_env_of(config.eval.source))) as play:
+        make_env = make_env_of(config.eval.source, max_turns=max_turns)
+        async with open_player(config, terms, wrap_env(make_env)) as play:
             return await evaluate_tasks(tasks, play)
     finally:
         await close_terms(terms)
@@ -143,7 +159,7 @@ async def _remote_player(
     source, name = config.eval.source, remote_name(config.model.path)
     assert source is not None
     assert name is not None
-    rl = config.rl or RlConfig(steps=1, tasks=source)
+    rl = config.rl or RlConfig(steps=1, tasks=(source,))
     c = config.remote
     endpoint = EndpointConfig(
         url=c.url, api_key_env=c.api_key_env, timeout_s=c.timeout_s, deadline_s=c.deadline_s, at_once=c.at_once

@@ -1,36 +1,53 @@
 """Explain a configuration on this machine: sizes, memory plan and placement, as text. Loads no weights."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from headrace.config import Config
 from headrace.model.memory import choose_placement, plan_memory
-from headrace.observe.explain_text import Machine, explain, explain_served
+from headrace.observe.explain_text import CARDS, Machine, explain, explain_served
 from headrace.observe.machine import machine_facts
 from headrace.storage.hub import cache_folder, hub_name, missing_bytes
 from headrace.wiring.build.model_sizes import memory_request, model_shape
+from headrace.wiring.epochs import count_rows, describe_epochs, has_epochs, with_steps
 
 
-def explain_config(config: Config, *, file: str) -> str:
-    """Return what a run of `config` would do on this machine, and how large it is."""
+def explain_config(config: Config, *, file: str, card_bytes: int | None = None) -> str:
+    """Return what a run of `config` would do on this machine, or on GPUs of `card_bytes`, and how large it is."""
+    lengths: list[str] = []
+    if has_epochs(config):
+        rows = count_rows(config)
+        resolved = with_steps(config, rows)
+        config, lengths = resolved, describe_epochs(config, resolved, rows)
     if config.model.service is not None:
-        return explain_served(config, file=file)
+        return explain_served(config, file=file, lengths=lengths)
     facts = machine_facts(("torch",), cwd=_existing(Path(config.run.folder)))
     gpus = [gpu["name"] for gpu in facts["gpus"]]
-    placement = choose_placement(
-        device=config.model.device, dtype=config.model.dtype, gpus=gpus, mps=bool(facts["torch"].get("mps"))
-    )
-    memory = facts["gpus"][0]["memory_bytes"] if placement.device == "cuda" else facts["memory"]["total_bytes"]
+    if card_bytes is None:
+        placement = choose_placement(
+            device=config.model.device, dtype=config.model.dtype, gpus=gpus, mps=bool(facts["torch"].get("mps"))
+        )
+        memory = facts["gpus"][0]["memory_bytes"] if placement.device == "cuda" else facts["memory"]["total_bytes"]
+    else:
+        asked = choose_placement(device="auto", dtype=config.model.dtype, gpus=("a card",), mps=False)
+        placement = replace(asked, device_reason="the size of a card was given (--card-gib)")
+        memory = card_bytes
     machine = Machine(memory_bytes=memory, disk_free_bytes=facts["disk"]["free_bytes"])
     shape = model_shape(config)
-    planned = plan_memory(memory_request(config), shape, placement, gpu_bytes=memory)
+    request, ranks = memory_request(config), config.cluster.ranks
+    plans = {
+        count: plan_memory(request, shape, placement, gpu_bytes=memory, ranks=count)
+        for count in sorted({*CARDS, ranks})
+    }
     return explain(
         config,
         file=file,
         shape=shape,
         placement=placement,
-        planned=planned,
+        plans=plans,
         machine=machine,
         download=_download(config.model.path),
+        lengths=lengths,
     )
 
 

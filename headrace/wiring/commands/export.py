@@ -49,9 +49,9 @@ def _name_base(file: Path, checkpoint: Path) -> None:
     """Write the whole path of the base model into an adapter's configuration, unless it is a name on the hub."""
     config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     base = str(config[BASE])
-    if config.get("revision"):
+    if config.get("revision") or (Path(base).is_absolute() and (Path(base) / "config.json").is_file()):
         return
-    found = _find_base(base, checkpoint)
+    found = _find_base(Path(base).name, checkpoint)
     if found is None:
         raise ModelError(
             f"the base model of this adapter, {base}, is not where its run had it: write --merged, or bring it back"

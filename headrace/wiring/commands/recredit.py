@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headrace.algo.advantages.credit import CreditFunction, own_method
 from headrace.algo.name_lookup import nearest_name_hint
 from headrace.config import (
     Config,
@@ -17,7 +18,7 @@ from headrace.config import (
     absolute_paths,
     load_config,
 )
-from headrace.config.paths import find_path, is_code_path, split_function, term_name
+from headrace.config.paths import find_path, is_code_path, is_url, split_function, term_name
 from headrace.errors import ConfigError
 from headrace.loops.rescore_saved import read_saved, score_saved, write_recredited
 from headrace.names import JUDGE, REWARD_MODEL, REWARDS
@@ -28,6 +29,7 @@ from headrace.reward import user_function
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.user_term import UserRewardSpec, check_importable, signature_from
+from headrace.user_code import load_function
 from headrace.wiring.build.rewards import close_terms, make_terms
 
 
@@ -64,7 +66,14 @@ def recredit(request: RecreditRequest) -> RecreditResult:
 
 async def _recredit(request: RecreditRequest, file: Path, out: Path) -> RecreditResult:
     rewards = _reward_terms(request)
-    saved = read_saved(file, step=request.step, method=request.method, params=request.params, partial=request.partial)
+    method = request.method
+    saved = read_saved(
+        file,
+        step=request.step,
+        method=method if method is None or ":" not in method else _own_credit(method),
+        params=request.params,
+        partial=request.partial,
+    )
     terms = make_terms(_config(request, rewards), None) if rewards else []
     try:
         scored = await score_saved(
@@ -75,6 +84,14 @@ async def _recredit(request: RecreditRequest, file: Path, out: Path) -> Recredit
     finally:
         await close_terms(terms)
     return RecreditResult(out=out, method=saved.method, comparison=write_recredited(saved, scored, out))
+
+
+def _own_credit(spec: str) -> CreditFunction:
+    """Load a credit method of the user, named with the absolute path of its file."""
+    place, function = split_function(spec)
+    if place.endswith(".py") and (file := find_path(place, Path.cwd())) is not None:
+        spec = f"{file.resolve()}:{function}"
+    return own_method(load_function(spec), spec)
 
 
 def _reward_terms(request: RecreditRequest) -> tuple[RewardTermConfig, ...]:
@@ -99,6 +116,8 @@ def _reward_terms(request: RecreditRequest) -> tuple[RewardTermConfig, ...]:
 
 
 def _check_term(term: RewardTermConfig) -> None:
+    if is_url(term.fn):
+        return
     place = term.fn if is_code_path(term.fn) else split_function(term.fn)[0]
     if term.fn == REWARD_MODEL and term.path is None:
         raise ConfigError(f'a reward model is a model: write --reward \'{{ fn = "{REWARD_MODEL}", path = "FOLDER" }}\'')
@@ -119,11 +138,13 @@ def _check_term(term: RewardTermConfig) -> None:
 def _config(request: RecreditRequest, terms: tuple[RewardTermConfig, ...]) -> Config:
     """Return the configuration of a run with these rewards."""
     runner = RewardRunnerConfig(type="inprocess" if request.trusted else "process")
-    rl = RlConfig(steps=1, tasks=SourceConfig(type="env"), rewards=terms, reward_runner=runner)
+    rl = RlConfig(steps=1, tasks=(SourceConfig(type="env"),), rewards=terms, reward_runner=runner)
     return absolute_paths(Config(rl=rl), base=Path.cwd())
 
 
 def _takes_tokens(term: RewardTermConfig, request: RecreditRequest) -> bool:
+    if is_url(term.fn):  # whole episodes are sent
+        return True
     if term.fn in REWARDS:
         return term.fn == REWARD_MODEL
     rl = _config(request, (term,)).rl

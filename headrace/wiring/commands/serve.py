@@ -1,6 +1,7 @@
 """Build a service from serve.toml: model, host, journal, keys and application."""
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
@@ -16,10 +17,11 @@ from headrace.envs import ENVIRONMENTS
 from headrace.errors import ConfigError, FolderLockedError, StorageError, boundary
 from headrace.infer.slot_cache import default_kv_tokens
 from headrace.model.device import choose_device, choose_dtype
-from headrace.model.load import LanguageModel, load_model, no_progress_bars
+from headrace.model.load import LanguageModel, has_tokenizer, load_model, no_progress_bars
 from headrace.model.memory import ModelDims, kv_bytes_per_token, model_dims, num_parameters
 from headrace.model.tiny import save_tiny
 from headrace.names import min_kv_tokens
+from headrace.observe.machine import FROZEN_BY_PYTHON
 from headrace.render import Renderer
 from headrace.service.core import Service
 from headrace.service.host.adapter_host import AdapterHost
@@ -96,6 +98,8 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
         tempered = config.serve.sampled_logprobs == "tempered"
         telemetry = Telemetry(lambda source: model_sink(outputs, folder, source))
         named = stack.enter_context(open_references(config, vocabulary=lm.vocabulary))
+        if config.reward_models:
+            raise ConfigError("[[reward_models]] are for  headrace serve --reference: leave them out, or serve that")
         rewards = make_rewards(config, lm)
         service = Service(
             host,
@@ -115,7 +119,27 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
             app = make_app(
                 service, access, flags=dict(config.flags), renderer=renderer, public_url=config.serve.public_url
             )
-            yield ServiceHandle(app=app, card=card, new_key=fresh_key)
+            with prompt_collections():
+                yield ServiceHandle(app=app, card=card, new_key=fresh_key)
+
+
+@contextlib.contextmanager
+def prompt_collections() -> Iterator[None]:
+    """Keep models and libraries out of garbage collections. Python collects old garbage once it may be a quarter of all
+    objects: with the half million of the libraries a server would keep the garbage of hours.
+
+    A program that has frozen objects of its own is left alone: unfreezing ours would unfreeze them too.
+    """
+    if gc.get_freeze_count() > FROZEN_BY_PYTHON:
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    gc.collect()  # only a collection counts what is left
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
@@ -190,9 +214,9 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
     device = choose_device(c.device)
     lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device))
     fuse_cuda_layers(lm)
-    if Path(path).is_dir():
+    if Path(path).is_dir() and has_tokenizer(Path(path)):
         return lm, str(Path(path).absolute())
-    if (name := hub_name(path)) is not None:
+    if not Path(path).is_dir() and (name := hub_name(path)) is not None:
         return lm, name.repo
     tokenizer = folder / TOKENIZER
     lm.tokenizer.save_pretrained(tokenizer)
@@ -242,7 +266,7 @@ def _keys(config: ServeConfig, journal: Journal, *, make_key: bool) -> tuple[lis
     if stored and not make_key:
         return stored, None
     key = new_key()
-    journal.write([put(KEY_KIND, hash_key(key), FIRST_OWNER)]).result()
+    journal.write_now([put(KEY_KIND, hash_key(key), FIRST_OWNER)])
     return [*stored, HashedKey(owner=FIRST_OWNER, sha256=hash_key(key))], key
 
 

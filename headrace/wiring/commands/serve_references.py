@@ -1,6 +1,7 @@
 """Open the frozen models and reward functions of a serve.toml by name, and the process that only scores."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,14 @@ from pathlib import Path
 import torch
 from fastapi import FastAPI
 
+from headrace.config import Config, ModelConfig, RewardRunnerConfig, RewardTermConfig, RlConfig, SourceConfig
 from headrace.errors import ConfigError, ModelError
-from headrace.model.device import choose_device, choose_dtype
-from headrace.model.load import LanguageModel, load_model, no_progress_bars
+from headrace.model.device import choose_device, choose_dtype, free_bytes
+from headrace.model.load import LanguageModel, load_model, model_folder, no_progress_bars
+from headrace.model.memory import num_parameters, read_model_dims
 from headrace.model.quantized import Quantization, choose_quantizer
+from headrace.names import REWARD_MODEL
+from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.user_term import UserRewardSpec, check_importable, sandboxed_term, trusted_term
 from headrace.service.evaluation.completion_rewards import RewardRule, reward_rule
@@ -24,8 +29,13 @@ from headrace.service.http.server import check_reach
 from headrace.service.reference.scoring_app import make_reference_app
 from headrace.service.reference.scoring_client import RemoteReference
 from headrace.service.settings import ReferenceModel, ServeConfig
+from headrace.storage.adapter_files import find_adapter
 from headrace.train.frozen_cache import ReferenceModels
 from headrace.wiring.build.models import fuse_cuda_layers
+from headrace.wiring.build.rewards import make_terms
+
+logger = logging.getLogger(__name__)
+REWARD_S = 600.0  # most time that one group takes a reward
 
 
 @contextlib.contextmanager
@@ -66,19 +76,46 @@ def _check_quantizers(config: ServeConfig, references: Mapping[str, ReferenceMod
 def _load(config: ServeConfig, references: Mapping[str, ReferenceModel], vocabulary: int, name: str) -> LanguageModel:
     reference, device = references[name], choose_device(config.model.device)
     dtype = choose_dtype(config.model.dtype, device)
-    lm = load_model(reference.path, device=device, dtype=dtype, quantization=_quantization(reference))
+    quantization = _quantization(reference)
+    if reference.bits == "auto":
+        room = config.engine.reference_bytes or free_bytes(device)
+        quantization = _quantization_that_fits(reference, dtype, room_bytes=room)
+    lm = load_model(reference.path, device=device, dtype=dtype, quantization=quantization)
     if lm.vocabulary < vocabulary:
         raise ModelError(
             f"the reference model '{name}' knows {lm.vocabulary} tokens, and the model that is served {vocabulary}: "
             "choose one with the same tokenizer"
         )
-    if reference.bits is None:
+    if quantization is None:
         fuse_cuda_layers(lm)
     return lm
 
 
 def _quantization(reference: ReferenceModel) -> Quantization | None:
-    return None if reference.bits is None else Quantization(bits=reference.bits, quantizer=reference.quantizer)
+    """Return what the settings say; "auto" is decided when the model is loaded, and may need eight bits."""
+    if reference.bits == "full":
+        return None
+    return Quantization(bits=8 if reference.bits == "auto" else reference.bits, quantizer=reference.quantizer)
+
+
+def _quantization_that_fits(
+    reference: ReferenceModel, dtype: torch.dtype, *, room_bytes: int | None
+) -> Quantization | None:
+    """Choose eight bits if the model would not fit as it is: the size of its weights, from its config.json, is more
+    than `room_bytes`. An adapter stays as it is, because it is merged into its base."""
+    if room_bytes is None or find_adapter(reference.path) is not None:
+        return None
+    size = num_parameters(read_model_dims(model_folder(reference.path))) * dtype.itemsize
+    if size <= room_bytes:
+        return None
+    logger.warning(
+        "the reference model '%s' needs %.1f GiB and %.1f GiB are free: its weights are kept in 8 bits; "
+        'bits = "full" would keep them as they are',
+        reference.name,
+        size / 2**30,
+        room_bytes / 2**30,
+    )
+    return _quantization(reference)
 
 
 def make_rewards(config: ServeConfig, lm: LanguageModel) -> dict[str, RewardRule]:
@@ -100,14 +137,42 @@ def _decoded(lm: LanguageModel, tokens: object) -> str:
     return str(lm.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
+def make_reward_runners(config: ServeConfig) -> dict[str, GroupRewardRunner]:
+    """Load the reward models of [[reward_models]] and the rewards of [[rewards]], which may be built-in ones here, as
+    a run does. Raises ConfigError and ModelError."""
+    terms = [
+        (RewardTermConfig(fn=reward.fn, name=reward.name, kwargs=dict(reward.kwargs)), reward.trusted)
+        for reward in config.rewards
+    ]
+    terms += [
+        (RewardTermConfig(fn=REWARD_MODEL, name=model.name, path=model.path), False) for model in config.reward_models
+    ]
+    runners = {}
+    for term, trusted in terms:
+        rl = RlConfig(
+            steps=1,
+            tasks=(SourceConfig(type="env"),),
+            rewards=(term,),
+            reward_runner=RewardRunnerConfig(type="inprocess" if trusted else "process"),
+        )
+        model = ModelConfig(device=config.model.device, dtype=config.model.dtype)
+        (made,) = make_terms(Config(model=model, rl=rl), None)
+        assert term.name is not None
+        runners[term.name] = GroupRewardRunner([made], timeout_s=REWARD_S, group_timeout_s=REWARD_S)
+    return runners
+
+
 @contextlib.contextmanager
 def open_reference_server(config: ServeConfig) -> Iterator[tuple[FastAPI, tuple[str, ...]]]:
-    """Yield the application that scores, and the names of its models: those of [[references]], or that of [model]."""
+    """Yield the application that scores, and the names of its models and rewards: those of [[references]],
+    [[reward_models]] and [[rewards]], or the model of [model]."""
     check_reach(config.serve.host, has_keys=bool(config.keys))
-    if not config.references:
+    if not (config.references or config.reward_models or config.rewards):
         if config.model.path == "tiny":
             raise ConfigError("there is no model to score with: name some in [[references]], or write model.path")
         name = Path(config.model.path).name
         config = replace(config, references=(ReferenceModel(name=name, path=config.model.path),))
+    runners = make_reward_runners(config)
     with open_references(config) as named:
-        yield make_reference_app(named, Access(config.keys), body_bytes=config.limits.body_bytes), tuple(sorted(named))
+        app = make_reference_app(named, Access(config.keys), rewards=runners, body_bytes=config.limits.body_bytes)
+        yield app, tuple(sorted({*named, *runners}))

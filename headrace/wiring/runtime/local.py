@@ -7,25 +7,38 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from headrace.cluster.connection import Places
 from headrace.config import Config, DistillConfig, RlConfig
 from headrace.config.paths import is_url
-from headrace.errors import ModelError
 from headrace.infer.servers.fleet import ServerFleet
 from headrace.loops.checkpointer import CheckpointWriter
 from headrace.loops.distill import TopTokens
 from headrace.loops.step_batch import Score, thread_scorer
 from headrace.model.compute_thread import ComputeThread
+from headrace.model.device import free_bytes
 from headrace.model.value_head import new_value_head
 from headrace.protocols import Sampler, TrainBackend
 from headrace.render import Renderer
+from headrace.rollout.executor.turns import NO_TURNS, Turns
 from headrace.service.reference.scoring_client import REFERENCE_KEY, RemoteReference
 from headrace.train.checkpoint import CheckpointStore
 from headrace.train.frozen_model import FrozenScorer
 from headrace.train.fsdp.backend import FsdpBackend
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import Datum, FloatArray, IntArray
-from headrace.wiring.build.models import load_policy, load_scalar, make_sampler, resolve_auto_settings, whole
+from headrace.wiring.build.models import (
+    adapter_to_continue,
+    check_room,
+    check_vocabulary,
+    load_policy,
+    load_scalar,
+    make_sampler,
+    resolve_auto_settings,
+    whole,
+)
 from headrace.wiring.build.servers import make_fleet
+from headrace.wiring.runtime.colocated import GpuTurns, make_turns, server_arguments
+from headrace.wiring.runtime.engine_replicas import make_engine_fleet
 
 
 class LocalRuntime:
@@ -42,13 +55,20 @@ class LocalRuntime:
         threads: int | None,  # of arithmetic; None: as many as torch has
         samples: bool,  # whether episodes are played
         logs: Path | None = None,  # the folder for the output of inference servers
+        places: Places | None = None,  # of engine replicas on a cluster
+        continues_adapter: bool = False,  # train the adapter that is in `base` further, if [model.lora] has its shape
     ) -> None:
         stage = getattr(config, stage_name)
         assert stage is not None
         self._config = config = resolve_auto_settings(config, base)
         self._start = start
-        load = load_scalar if stage_name == "reward_model" else load_policy
-        self.lm = load(config.model, base, seed=config.run.seed)
+        self._continued = continues_adapter and stage_name != "reward_model" and config.cluster.ranks == 1
+        adapter = adapter_to_continue(config.model, base, state=state) if self._continued else None
+        self._continued = adapter is not None
+        if stage_name == "reward_model":
+            self.lm = load_scalar(config.model, base, seed=config.run.seed)
+        else:
+            self.lm = load_policy(config.model, base, seed=config.run.seed, adapter=adapter)
         plays = isinstance(stage, RlConfig | DistillConfig)
         longest = stage.max_episode_tokens if plays else stage.max_tokens
         self._longest = min(longest, self.lm.context)
@@ -65,9 +85,27 @@ class LocalRuntime:
                 self._load_state(state)
             self.sampler: Sampler | None = None
             self._fleet: ServerFleet | None = None
+            self._gpu_turns: GpuTurns | None = None
             if samples and config.engine.is_served:
                 longest = max(self._longest, 0 if config.rl is None else config.rl.max_episode_tokens)
-                self._fleet = make_fleet(config, self.lm, self.backend, self._worker, longest=longest, logs=logs)
+                self._fleet = make_fleet(
+                    config,
+                    self.lm,
+                    self.backend,
+                    self._worker,
+                    longest=longest,
+                    logs=logs,
+                    arguments=server_arguments(config, self.lm),
+                    places=places,
+                )
+                opened.callback(self._fleet.close)
+                self.sampler = self._fleet.sampler
+                if config.cluster.colocate:
+                    self._gpu_turns = make_turns(config, self.backend, self._fleet.sampler, self.lm)
+            elif samples and config.cluster.engine_replicas:
+                self._fleet = make_engine_fleet(
+                    config, self.lm, self._worker, threads=threads, logs=logs, places=places
+                )
                 opened.callback(self._fleet.close)
                 self.sampler = self._fleet.sampler
             elif samples:
@@ -77,9 +115,19 @@ class LocalRuntime:
             self._opened = opened.pop_all()
 
     async def start(self) -> None:
-        """Start inference servers, if there are any, and bring them to the weights of the model."""
-        if self._fleet is not None:
-            await self._fleet.start(await asyncio.wrap_future(self.backend.export_weights()))
+        """Start inference servers or engine processes, if there are any, and bring them to the weights of the model."""
+        if self._fleet is None:
+            return
+        fleet, handle = self._fleet, await asyncio.wrap_future(self.backend.export_weights())
+        if self._gpu_turns is None:
+            await fleet.start(handle)
+            return
+        self._compute_largest()  # while there is room for it
+        await self._gpu_turns.start(lambda: fleet.start(handle))
+
+    @property
+    def turns(self) -> Turns:
+        return self._gpu_turns or NO_TURNS
 
     def _make_backend(
         self, config: Config, stage_name: str, base: str, *, micro_batch_tokens: int, value_head: bool
@@ -89,6 +137,7 @@ class LocalRuntime:
             micro_batch_tokens=micro_batch_tokens,
             worker=self._worker,
             value_head=new_value_head(self.lm) if value_head else None,
+            router_aux_loss=0.0 if stage_name == "reward_model" else config.model.router_aux_loss,
         )
 
     def _load_state(self, state: Path) -> None:
@@ -114,16 +163,13 @@ class LocalRuntime:
     def _load_frozen(self, path: str | None, micro_batch_tokens: int) -> FrozenScorer:
         """Load the model of a folder, or the one that the stage started from: under adapters, that is the base."""
         model = self._config.model
-        if path is None and model.lora is not None:
+        if path is None and model.lora is not None and not self._continued:
             return FrozenScorer(self.lm, micro_batch_tokens=micro_batch_tokens, base_only=True)
         folder = self._start() if path is None else whole(path)
+        check_room(model, folder, room_bytes=free_bytes(self.lm.device.type))
         lm = load_policy(replace(model, lora=None, recompute=False), folder, seed=0)
         lm.model.requires_grad_(False)
-        if lm.vocabulary != self.lm.vocabulary:
-            raise ModelError(
-                f"{path} has a vocabulary of {lm.vocabulary} tokens and the trained model one of "
-                f"{self.lm.vocabulary}: their log-probs cannot be compared"
-            )
+        check_vocabulary(lm, folder, self.lm.vocabulary)
         return FrozenScorer(lm, micro_batch_tokens=micro_batch_tokens)
 
     def open_critic(self, path: str, *, micro_batch_tokens: int, state: Path | None) -> TrainBackend:
@@ -142,6 +188,10 @@ class LocalRuntime:
 
     def check_memory(self) -> None:
         """Compute the largest micro-batch on a GPU beside the engine's cache."""
+        if self._gpu_turns is None:
+            self._compute_largest()
+
+    def _compute_largest(self) -> None:
         if self.lm.device.type == "cuda":
             self.backend.check_memory(self._longest).result()
 

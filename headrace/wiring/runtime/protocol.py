@@ -9,6 +9,7 @@ from headrace.loops.distill import TopTokens
 from headrace.loops.step_batch import Score
 from headrace.protocols import Sampler, TrainBackend
 from headrace.render import Renderer
+from headrace.rollout.executor.turns import Turns
 from headrace.train.checkpoint import CheckpointStore
 
 
@@ -26,6 +27,10 @@ class Runtime(Protocol):
     @property
     def sampler(self) -> Sampler | None:
         """Samples from the model; None in a stage that plays no episodes."""
+
+    @property
+    def turns(self) -> Turns:
+        """Hands the devices over between sampling and training."""
 
     def open_frozen(self, path: str | None, *, micro_batch_tokens: int) -> Score:
         """Score with a frozen model: a folder, a URL, or, without a path, the model that the stage started from."""

@@ -4,21 +4,25 @@ The copy follows the trained weights when they are exported. Frozen models are w
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headrace.config import Config, ModelConfig
+from headrace.cluster.connection import LOCAL, RolePlaces, open_places
+from headrace.cluster.rank_host import start_placed_ranks
+from headrace.cluster.runtime import RANK, kill_actor
+from headrace.config import ClusterConfig, Config, ModelConfig
 from headrace.errors import ConfigError
 from headrace.model.device import choose_device
 from headrace.model.value_head import new_value_head
 from headrace.protocols import TrainBackend
 from headrace.train.fsdp.backend import FsdpBackend
 from headrace.train.fsdp.launch import RankPlace, place_from_environment
+from headrace.train.fsdp.loading import load_unread, load_unread_scalar
 from headrace.train.fsdp.rank_backend import BackendOptions, Model
 from headrace.train.fsdp.rank_process import serve_rank
 from headrace.train.fsdp.ranks import Ranks
@@ -30,7 +34,8 @@ from headrace.wiring.runtime.local import LocalRuntime
 def find_place(config: Config) -> RankPlace | None:
     """Return this process's place among ranks that a launcher has started, or None if there is none.
 
-    Raises ConfigError if the file asks for another number of ranks, or for more than there are GPUs.
+    Raises ConfigError if the file asks for another number of ranks, for more than there are GPUs, or for the same bits
+    on several GPUs.
     """
     ranks, place = config.cluster.ranks, place_from_environment(os.environ)
     if place is not None and place.num_ranks != ranks and (ranks > 1 or place.num_ranks > 1):
@@ -41,6 +46,13 @@ def find_place(config: Config) -> RankPlace | None:
     if ranks == 1:
         return None
     if choose_device(config.model.device) == "cuda":
+        if config.run.deterministic:
+            raise ConfigError(
+                f"'run.deterministic' is true and 'cluster.ranks' is {ranks}: GPUs add gradients up in an order that "
+                "is not fixed; leave one of them out"
+            )
+        if place is None and placed_by_ray(config.cluster):
+            return None
         count, local = torch.cuda.device_count(), ranks if place is None else place.local_rank + 1
         if local > count:
             raise ConfigError(
@@ -58,24 +70,38 @@ def serve_other_rank(config: Config) -> bool:
     return True
 
 
-@contextmanager
-def open_ranks(config: Config, *, threads: int | None) -> Iterator[Ranks | None]:
-    """Start the ranks of a run, or meet those that a launcher has started; None for a run in one process."""
-    count = config.cluster.ranks
+@asynccontextmanager
+async def open_ranks(config: Config, *, threads: int | None) -> AsyncIterator[Ranks | None]:
+    """Start the ranks of a run, here or on the nodes of a cluster, or meet those that a launcher has started; None for
+    a run in one process."""
+    c, count = config.cluster, config.cluster.ranks
     if count == 1:
         yield None
         return
-    ranks = Ranks(
-        count,
-        device=choose_device(config.model.device),
-        deadline_s=config.cluster.deadline_s,
-        place=find_place(config),
-        threads=threads_per_rank(threads, count) or 1,
-    )
-    try:
-        yield ranks
-    finally:
-        ranks.close()
+    device, place, own = choose_device(config.model.device), find_place(config), threads_per_rank(threads, count) or 1
+    wanted = {}
+    if place is None and placed_by_ray(c):
+        wanted = {RANK: RolePlaces(count=count - 1, gpus=1 if device == "cuda" else 0)}
+    async with open_places(c.address, wanted, deadline_s=c.deadline_s) as places:
+        hosts: list[Any] = []
+        if places is not None:
+            place, hosts = start_placed_ranks(
+                places, num_ranks=count, device=device, deadline_s=c.deadline_s, threads=own
+            )
+        try:
+            ranks = Ranks(count, device=device, deadline_s=c.deadline_s, place=place, threads=own)
+            try:
+                yield ranks
+            finally:
+                ranks.close()
+        finally:
+            for host in hosts:
+                kill_actor(host)
+
+
+def placed_by_ray(c: ClusterConfig) -> bool:
+    """Return whether Ray places the ranks; on a Ray of this machine alone the run starts them itself."""
+    return c.address not in ("", LOCAL)
 
 
 def threads_per_rank(threads: int | None, count: int) -> int | None:
@@ -126,11 +152,11 @@ class RanksRuntime(LocalRuntime):
 
 
 def build_policy(model: ModelConfig, base: str, *, seed: int, value_head: bool = False) -> Model:
-    """Load the policy on a rank."""
-    lm = load_policy(model, base, seed=seed)
+    """Make the policy on a rank; its weights are read when it is sharded."""
+    lm = load_policy(model, base, seed=seed, load=load_unread)
     return Model(lm=lm, value_head=new_value_head(lm) if value_head else None)
 
 
 def build_scalar(model: ModelConfig, base: str, *, seed: int) -> Model:
-    """Load a critic or reward model on a rank."""
-    return Model(lm=load_scalar(model, base, seed=seed))
+    """Make a critic or reward model on a rank."""
+    return Model(lm=load_scalar(model, base, seed=seed, load=load_unread_scalar))

@@ -23,12 +23,13 @@ from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.names import NAMED_MODELS
 from headrace.protocols import TrainBackend
 from headrace.render import Renderer
+from headrace.rollout.executor.turns import NO_TURNS, Turns
 from headrace.service.client import ServiceBackend, ServiceClient, ServiceSampler
 from headrace.service.client.backend import read_pointer
 from headrace.service.client.transport import RequestRefused
 from headrace.storage.hub import hub_name, model_files
 from headrace.train.checkpoint import CheckpointStore
-from headrace.wiring.build.models import set_template
+from headrace.wiring.build.chat_template import set_template
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,7 @@ def tokens_of(model: ModelConfig, backend: ServiceBackend) -> TokenizerOnly:
 def _check_words(config: Config, tokens: TokenizerOnly) -> None:
     """Raise ConfigError when words of an environment are unknown: they would all become the same token."""
     unknown = tokens.tokenizer.unk_token_id
-    sources = [*(config.sft.sources if config.sft else ()), *((config.rl.tasks,) if config.rl else ())]
+    sources = [*(config.sft.sources if config.sft else ()), *(config.rl.tasks if config.rl else ())]
     for name in dict.fromkeys(
         source.name for source in sources if source.type == "env" and source.name in ENVIRONMENTS
     ):
@@ -148,6 +149,7 @@ class ServiceRuntime:
         samples: bool,  # whether episodes are played
     ) -> None:
         self._config, self._start = config, start
+        self.turns: Turns = NO_TURNS
         with contextlib.ExitStack() as opened:
             self._service = opened.enter_context(connect(config.model))
             self.backend = new_model(self._service, config)

@@ -6,15 +6,26 @@ import pytest
 import torch
 
 from headrace.algo.losses import LOSSES
-from headrace.algo.losses.ratios import advantage_metrics, effective_sample_share, masked_explained_variance
-from headrace.metrics import EffectiveSampleShare, ExplainedVariance, Max, Mean, StdDev, Sum, metric_values
+from headrace.algo.losses.ratios import (
+    advantage_metrics,
+    effective_sample_share,
+    masked_explained_variance,
+    ratio_metrics,
+)
+from headrace.metrics import EffectiveSampleShare, ExplainedVariance, Max, Mean, Min, StdDev, Sum, metric_values
 from support.loss_batches import batch, call, output_of
 
 F64 = torch.float64
 Table = dict[str, type]
 
 POLICY: Table = {"policy": Sum, "advantage_mean": Mean, "advantage_std": StdDev}
-RATIO: Table = {"ratio_mean": Mean, "ratio_max": Max, "ratio_effective": EffectiveSampleShare}
+RATIO: Table = {
+    "ratio_mean": Mean,
+    "ratio_std": StdDev,
+    "ratio_min": Min,
+    "ratio_max": Max,
+    "ratio_effective": EffectiveSampleShare,
+}
 SAMPLER: Table = {"kl_sampler_k1": Mean, "kl_sampler_k3": Mean}
 PROXIMAL: Table = {"kl_proximal_k1": Mean, "kl_proximal_k3": Mean}
 REFERENCE: Table = {"reference_kl": Sum, "kl_reference_k1": Mean, "kl_reference_k3": Mean}
@@ -52,6 +63,7 @@ REPORTED: dict[str, Table] = {
     "sapo": SURROGATE,
     "dro": SURROGATE,
     "discriminative": POLICY | {"score_gap": Mean, "contrast_share": Mean},
+    "discriminative_term": {"discriminative": Sum, "score_gap": Mean, "contrast_share": Mean},
     "dpo": PAIR,
     "ipo": PAIR,
     "kto": LABELLED,
@@ -89,6 +101,20 @@ def test_figures_by_hand() -> None:
     # mean 1, deviations 0, -2, 2: variance 8 / 3
     found = metric_values(advantage_metrics(advantages, counted))
     assert found == {"loss/advantage_mean": pytest.approx(1.0), "loss/advantage_std": pytest.approx((8 / 3) ** 0.5)}
+    # ratios 1, 2, 3: mean 2, variance 2/3, and (1 + 2 + 3)^2 / (3 (1 + 4 + 9)) = 36 / 42
+    ratios = metric_values(ratio_metrics(torch.tensor([1.0, 2.0, 3.0, 1e-9]).log(), counted))
+    assert ratios == pytest.approx(
+        {
+            "loss/ratio_mean": 2.0,
+            "loss/ratio_std": (2 / 3) ** 0.5,
+            "loss/ratio_min": 1.0,
+            "loss/ratio_max": 3.0,
+            "loss/ratio_effective": 36 / 42,
+        }
+    )
+    # in float32, 1 + 1e-5 and 1 - 1e-5: squares of the ratios themselves would give a deviation of 0
+    close = ratio_metrics(torch.tensor([1e-5, -1e-5]), torch.tensor([True, True]))
+    assert close["loss/ratio_std"].value() == pytest.approx(1e-5, rel=1e-3)
     # (1 + 1 + 4)^2 / (3 (1 + 1 + 16)) = 36 / 54
     assert effective_sample_share(torch.tensor([1.0, 1.0, 4.0, 99.0]), counted).value() == pytest.approx(36 / 54)
     # returns 0, 1, 2 (variance 2/3), errors 0, 0, 1 (variance 2/9): 1 - 1/3

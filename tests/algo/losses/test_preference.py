@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.algo.loss_weights import reweight
-from headrace.algo.losses.discriminative import discriminative
+from headrace.algo.losses.discriminative import discriminative, discriminative_term
 from headrace.algo.losses.preference import bradley_terry, dpo, ipo
 from headrace.algo.segment_ops import dense_index, segment_logsumexp, segment_mean, segment_sum
 from headrace.algo.units import as_pairs, number_units
@@ -101,6 +101,23 @@ def test_discriminative_with_one_bad_answer_is_the_difference_of_scores() -> Non
     out = discriminative(row(-1.0, -3.0, -2.5), *arguments, tau=0.7)
     assert out.loss.item() == pytest.approx(2.0 - 2.5)
     assert metric_values(out.metrics)["loss/score_gap"] == pytest.approx(0.5)
+
+
+def test_the_discriminative_term_counts_a_group_by_the_sum_of_its_weights() -> None:
+    # the groups of test_discriminative_by_hand with weights 1/8 each: group 0 has 4/8 of them
+    policy_T = row(-1.0, -3.0, -1.0, -4.0, -0.5)
+    arguments = (
+        row(1, 1, -1, -1, 1),
+        row(0, 0, 0, 0, 1),
+        torch.full((5,), 0.125).double(),
+        torch.tensor([0, 0, 1, 2, 3]),
+    )
+    out = discriminative_term(policy_T, *arguments, tau=0.5, discriminative_coef=0.3)
+    soft = 0.5 * math.log((math.exp(-2) + math.exp(-8)) / 2)
+    assert out.loss.item() == pytest.approx(0.3 * 0.5 * (2.0 + soft))
+    values = metric_values(out.metrics)
+    assert values["loss/discriminative"] == pytest.approx(out.loss.item())
+    assert values["loss/score_gap"] == pytest.approx(-2.0 - soft)
 
 
 def test_segments_against_a_loop() -> None:

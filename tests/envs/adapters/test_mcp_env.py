@@ -1,10 +1,7 @@
 """MCP tool servers as a world: a real one made with the `mcp` package, and small ones that misbehave."""
 
-import contextlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +20,7 @@ from headrace.envs.adapters.mcp_env import SHARED, McpEnv
 from headrace.envs.tool_env import read_action, write_call
 from headrace.errors import ConfigError, EpisodeError
 from headrace.types import Message, Observation, StepResult, Task
+from support.mcp_server import mcp_server
 from support.paths import FOREIGN
 
 REAL = [sys.executable, str(FOREIGN / "server.py")]
@@ -359,20 +357,8 @@ def test_every_episode_has_a_server_of_its_own_that_knows_the_seed_and_the_task(
 @pytest.fixture
 def url() -> Iterator[str]:
     """The URL of the real server, over HTTP."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([*REAL, str(port)])
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
-            break
-        os.sched_yield()
-    try:
-        yield f"http://127.0.0.1:{port}/mcp"
-    finally:
-        process.kill()
-        process.wait()
+    with mcp_server() as address:
+        yield address
 
 
 def test_a_server_at_a_url_is_played_in_sessions_and_its_end_fails_the_episode(url: str) -> None:
@@ -526,7 +512,7 @@ source = { type = "env", name = "verifiers", options = { env = "games.py:load" }
     config = absolute_paths(load_config(text, file="run.toml"), base=tmp_path)
     assert config.rl is not None
     assert config.eval.source is not None
-    assert config.rl.tasks.options == {
+    assert config.rl.tasks[0].options == {
         "command": ["python", str(tmp_path / "server.py"), "--port", "none.py"],
         "tasks": str(tmp_path / "questions.jsonl"),
         "max_turns": 3,

@@ -105,6 +105,39 @@ async def test_a_tool_call_of_the_templates_own_form() -> None:
     assert len(call.id) == 9
 
 
+XML = HERMES.replace(
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}",
+    "{{ '<function=' + call.function.name + '>' }}{% for name, value in call.function.arguments.items() %}"
+    "{{ '\\n<parameter=' + name + '>\\n' + value | string + '\\n</parameter>' }}{% endfor %}{{ '\\n</function>' }}",
+)
+
+
+async def test_arguments_that_are_text_have_the_types_of_the_tools_schema() -> None:
+    values = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in (("a", 1), ("b", 2)))
+    called = f"<tool_call>\n<function=add>\n{values}</function>\n</tool_call>"
+    sampler, renderer = scripted(called, "3", template=XML)
+    async with opened(sampler, renderer) as (client, _):
+        reply = await ask(client, tools=[ADD])
+        [call] = reply.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"a": 1, "b": 2}
+        answer = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+        await ask(client, [*HELLO, reply.choices[0].message.model_dump(exclude_none=True), answer], tools=[ADD])
+    first, second = sampler.heard
+    assert second.prompt[: len(first.prompt) + len(first.sampled)] == [*first.prompt, *first.sampled]
+
+
+async def test_of_channels_the_final_one_is_the_content() -> None:
+    template = HERMES.replace(
+        "'\\n<tool_call>\\n'", "'<|channel|>commentary to=functions.' + call.function.name + '<|message|>'"
+    )
+    sampler, renderer = scripted(
+        "<|channel|>analysis<|message|>easy<|end|><|start|>assistant<|channel|>final<|message|>3", template=template
+    )
+    async with opened(sampler, renderer) as (client, _):
+        reply = await ask(client)
+    assert reply.choices[0].message.content == "3"
+
+
 @pytest.mark.parametrize(
     ("text", "options"),
     [

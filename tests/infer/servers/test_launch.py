@@ -150,6 +150,15 @@ def test_the_commands_have_what_the_adapters_need() -> None:
     assert "py -m sglang.launch_server --model-path /m" in " ".join(sglang_command(options, 5))
 
 
+def test_a_server_that_takes_tensors_finds_our_extension_and_nothing_else_of_ours() -> None:
+    options = ServerOptions(python="py", model=Path("/m"), context=64, takes_tensors=True)
+    command = " ".join(vllm_command(options, 5))
+    assert "--worker-extension-cls headrace_vllm_worker.HeadraceWorker" in command
+    assert """--weight-transfer-config {"backend": "headrace"}""" in command
+    folder = Path(server_environment(options)["PYTHONPATH"])
+    assert sorted(file.name for file in folder.glob("*.py")) == ["__init__.py", "headrace_vllm_worker.py"]
+
+
 def test_a_server_does_not_inherit_our_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/ours")
     options = ServerOptions(python="py", model=Path("/m"), context=64, environment={"A": "b"}, gpus="2,3")

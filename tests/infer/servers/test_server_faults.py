@@ -37,7 +37,8 @@ async def test_samples_follow_the_weights_that_were_published() -> None:
         completion = await fleet.sampler.sample(request_of(20))
         await assert_sampled_by_trainer(fleet, completion)
         assert completion.versions.tolist() == [1] * 20
-        assert fleet.servers[0].log.count("/reset_prefix_cache") == 2
+        for cache in ("prefix", "mm", "encoder"):
+            assert fleet.servers[0].log.count(f"/reset_{cache}_cache") == 2
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,19 @@
 """The adapter to SGLang against bodies and replies in the form of its published types; it was not run on an engine."""
 
+import base64
+import pickle
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from headrace.errors import SamplerError
-from headrace.infer.servers.api import Finish, GenerateCall, PauseMode, StreamedTokens
+from headrace.infer.servers.api import Finish, GenerateCall, PauseMode, StreamedTokens, TensorSpec, TransferGroup
 from headrace.infer.servers.sglang import SglangApi, parse_event, sampling_body
+from headrace.infer.servers.transfer.sglang_routes import SglangTensorApi
 from headrace.types import SamplingParams, int_array
 
 
@@ -134,6 +138,69 @@ async def test_an_update_that_says_it_failed_is_a_failure(tmp_path: Path) -> Non
     http = RecordedHttp({"/load_lora_adapter": {"success": False, "error_message": "rank", "loaded_adapters": {}}})
     with pytest.raises(SamplerError, match="rank"):
         await adapter(http).load_adapter("v5", tmp_path)
+
+
+GROUP = TransferGroup(name="g", host="10.0.0.1", port=5, backend="nccl", num_ranks=3)
+DONE = {"success": True, "message": ""}
+
+
+async def test_a_broadcast_is_an_update_group_with_its_begin_and_end() -> None:
+    paths = ("/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed")
+    paths += ("/end_weight_update", "/update_weight_version", "/destroy_weights_update_group")
+    http = RecordedHttp(dict.fromkeys(paths, DONE) | {"/server_info": {"tp_size": 2, "dp_size": 1}})
+    tensors = tensor_adapter(http)
+    assert await tensors.num_workers() == 2
+    await tensors.join_group(GROUP)
+    await tensors.begin_update()
+    await tensors.receive([TensorSpec(name="a.weight", dtype="bfloat16", shape=(2, 3))], GROUP)
+    await tensors.end_update(7)
+    await tensors.leave_group(GROUP)
+    update = {
+        "names": ["a.weight"],
+        "dtypes": ["bfloat16"],
+        "shapes": [[2, 3]],
+        "group_name": "g",
+        "flush_cache": False,
+        "abort_all_requests": False,
+        "weight_version": None,
+        "torch_empty_cache": False,
+        "load_format": None,
+        "selector": "all",
+    }
+    init = {"master_address": "10.0.0.1", "master_port": 5, "rank_offset": 1, "world_size": 3}
+    assert http.sent[1:] == [
+        ("/init_weights_update_group", {**init, "group_name": "g", "backend": "nccl"}),
+        ("/begin_weight_update", {"selector": "all"}),
+        ("/update_weights_from_distributed", update),
+        ("/end_weight_update", {}),
+        ("/update_weight_version", {"new_version": "7", "abort_all_requests": False}),
+        ("/destroy_weights_update_group", {"group_name": "g"}),
+    ]
+
+
+async def test_an_order_of_a_broadcast_that_says_it_failed_is_a_failure() -> None:
+    words = "must run between begin_weight_update() and end_weight_update()"
+    http = RecordedHttp({"/update_weights_from_distributed": {"success": False, "message": words}})
+    with pytest.raises(SamplerError, match="must run between"):
+        await tensor_adapter(http).receive([], GROUP)
+    http = RecordedHttp({"/server_info": {"tp_size": 1, "dp_size": 2}})
+    with pytest.raises(SamplerError, match="data-parallel"):
+        await tensor_adapter(http).num_workers()
+
+
+async def test_tensors_of_a_shared_gpu_are_pickled_once_for_each_worker() -> None:
+    """On CPU torch shares memory by files instead; the form of the request is the same."""
+    http = RecordedHttp({"/update_weights_from_tensor": DONE, "/server_info": {"tp_size": 2}})
+    await tensor_adapter(http).open_shared([("a.weight", torch.arange(3.0))])
+    path, body = http.sent[-1]
+    assert path == "/update_weights_from_tensor"
+    assert len(body["serialized_named_tensors"]) == 2
+    [(name, tensor)] = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+    assert (name, tensor.tolist()) == ("a.weight", [0.0, 1.0, 2.0])
+
+
+def tensor_adapter(http: RecordedHttp) -> SglangTensorApi:
+    return SglangTensorApi(http)  # type: ignore[arg-type]
 
 
 async def test_pauses_are_aborts_or_retractions() -> None:

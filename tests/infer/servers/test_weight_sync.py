@@ -10,10 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from headrace.errors import SamplerError
 from headrace.infer.servers import weight_sync
 from headrace.infer.servers.weight_sync import WeightSync, make_sync_root, write_adapter, write_model
-from headrace.model.load import fingerprint, read_weights
+from headrace.model.load import fingerprint, prepare, read_weights
 from headrace.model.lora import lora_layers
 from headrace.types import SharedWeights, WeightsFolder
 from support.implementations import tiny_model
+from support.model_variants import make
 from support.real_vllm import servable_model
 
 
@@ -29,6 +30,16 @@ def test_a_tied_head_is_written_as_a_tensor_of_its_own(tmp_path: Path) -> None:
     plain = servable_model(tied=True).model
     plain.config._attn_implementation = "eager"
     torch.testing.assert_close(read(tokens).logits, plain(tokens).logits)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gemma3_text", "gemma4_text", "phi3"])
+def test_the_folder_of_another_type_computes_what_the_model_does(variant: str, tmp_path: Path) -> None:
+    """Whatever it calls its embedding; buffers that checkpoints hold are in it."""
+    lm = prepare(make(variant), None, source=variant)
+    write_model(lm, tmp_path)
+    tokens = torch.tensor([[3, 7, 4, 9, 1, 2, 2, 30]])
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(read(tokens, use_cache=False).logits, make(variant)(tokens, use_cache=False).logits)
 
 
 def test_base_and_adapter_are_written_apart(tmp_path: Path) -> None:

@@ -169,7 +169,9 @@ def test_keys_and_values_are_fine_where_the_layers_are() -> None:
         (other, BF16, BF16),
         (fused, torch.float32, torch.float32),
     ):
-        model = SimpleNamespace(base_model=SimpleNamespace(layers=[first]))
+        trunk = nn.Module()
+        trunk.layers = nn.ModuleList([first])
+        model = SimpleNamespace(base_model=trunk, config=SimpleNamespace(num_hidden_layers=1))
         assert cache_dtype(model, dtype) == expected
 
 

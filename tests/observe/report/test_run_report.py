@@ -1,13 +1,24 @@
+import doctest
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from headrace.observe.report import subject
 from headrace.observe.report.charts import charts, other_names
 from headrace.observe.report.episodes import compare, conversation, sample_file
-from headrace.observe.report.run_report import headline, reward_findings, write_report
+from headrace.observe.report.run_report import (
+    headline,
+    held_out_losses,
+    held_out_rewards,
+    render,
+    reward_findings,
+    write_report,
+)
+from headrace.observe.report.subject import subjects
 from headrace.observe.rollouts.records import EpisodeRecord, read_lines
 from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics
 from headrace.printable import visible
@@ -103,6 +114,16 @@ def test_every_chart_explains_itself_in_a_sentence(synthetic_run: Callable[..., 
     ]
     assert all(chart.explanation.endswith(".") for chart in drawn)
     assert other_names(records) == ["reward/format"]
+
+
+def test_importance_ratios_are_drawn_in_one_chart() -> None:
+    records = [
+        MetricRecord(step=step, stage="rl", values={f"loss/ratio_{name}": value for name, value in ratios.items()})
+        for step, ratios in enumerate(({"min": 0.5, "mean": 1.0, "max": 2.0}, {"min": 0.9, "mean": 1.0, "max": 1.1}))
+    ]
+    [chart] = charts(records)
+    assert chart.title == "Importance ratios"
+    assert [label for _, label in chart.legend] == ["largest", "mean", "smallest"]
 
 
 def test_the_tasks_are_sorted_by_what_changed(synthetic_run: Callable[..., Path]) -> None:
@@ -291,3 +312,58 @@ def test_steps_whose_rewards_teach_nothing_are_told() -> None:
     [equal] = reward_findings(steps(*[(1.0, 1.0)] * 10, (0.0, 1.0)))
     assert equal.startswith("all episodes had the same reward in 10 of 11 training steps")
     assert reward_findings([MetricRecord(step=1, stage="sft", values={"train/loss": 1.0})]) == []
+
+
+def test_a_held_out_loss_is_a_result_too() -> None:
+    def records(*losses: float) -> list[MetricRecord]:
+        return [MetricRecord(step=n, stage="sft", values={"eval/loss": loss}) for n, loss in enumerate(losses, 1)]
+
+    assert held_out_losses([]) == ()
+    page = render(name="r", records=records(2.5, 1.0003), comparison=None, config="", facts=(("a", "b"),), summary={})
+    assert "Held-out loss of supervised fine-tuning: 1, from 2.5 when it was first measured." in page
+    assert "No held-out evaluation was made" not in page
+    page = render(name="r", records=(), comparison=None, config="", facts=(("a", "b"),), summary={})
+    assert "No held-out evaluation was made" in page
+
+
+def test_tasks_without_a_verdict_are_sorted_by_reward(synthetic_run: Callable[..., Path]) -> None:
+    lines = read_lines(synthetic_run() / "rollouts" / "eval_sft.jsonl")
+    unjudged = [replace(line, success=None, reward=replace(line.reward, success=None, total=0.5)) for line in lines]
+    after = [
+        replace(line, reward=replace(line.reward, total=total))
+        for line, total in zip(unjudged, (1, 0.5, 0, 0.5, 1, 0.5), strict=True)
+    ]
+    made = compare("Before", unjudged, "After", after)
+    assert made.tally == (("Higher reward", 2), ("Equal reward", 3), ("Lower reward", 1))
+    assert [row.heading for row in made.rows] == ["Higher reward", "Equal reward", "Lower reward"]
+
+
+def test_a_held_out_reward_is_at_the_top_if_nothing_says_success() -> None:
+    records = [record(0, "rl", eval__reward=0.25), record(10, "rl", eval__reward=0.5)]
+    assert held_out_rewards(records) == (("reinforcement learning", "0.25", "0.5"),)
+    judged = MetricRecord(step=1, stage="rl", values={"eval/pass@1": 0.1, "eval/reward": 0.25})
+    assert held_out_rewards([judged]) == ()
+    page = " ".join(
+        Page(render(name="x", records=records, comparison=None, config="", facts=[("a", "b")], summary={})).words
+    )
+    assert "No held-out evaluation was made" not in page
+    assert "Mean reward on held-out tasks, reinforcement learning: 0.5, from 0.25" in page
+
+
+def test_the_top_names_data_and_rewards() -> None:
+    assert doctest.testmod(subject).failed == 0
+    hub = {"type": "hub", "path": "openai/gsm8k@abc", "subset": "main", "split": "train"}
+    teacher = {"path": "/models/large", "tasks": {"type": "env", "name": "add"}}
+    config = {
+        "sft": {"sources": [{"type": "jsonl", "path": "/d/a.jsonl"}, {"type": "env", "name": "add"}]},
+        "distill": {"teachers": [teacher]},
+        "rl": {"tasks": [hub], "rewards": [{"fn": "math"}]},
+    }
+    assert subjects(config) == (
+        ("SFT", "a.jsonl, add"),
+        ("Distillation", "add; teacher large"),
+        ("RL", "openai/gsm8k (main/train); reward math"),
+    )
+    assert subjects({"run": {"name": "x"}, "rl": "broken"}) == ()
+    page = render(name="x", about=subjects(config), records=[], comparison=None, config="", facts=[], summary={})
+    assert page.index("<b>RL</b> openai/gsm8k (main/train); reward math") < page.index("</header>")

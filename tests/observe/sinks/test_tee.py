@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from headrace.observe.sinks.tee import OptionalSink, TeeSink
+from headrace.observe.sinks.tee import EverySink, OptionalSink, TeeSink
 from headrace.testing import MemorySink
 
 
@@ -58,3 +58,22 @@ def test_a_run_goes_on_without_a_sink_that_fails_and_says_so_once(caplog: pytest
     ]
     OptionalSink(Failing(), "wandb").close()
     assert "gone for good" in caplog.text
+
+
+def test_records_are_thinned_out_but_not_the_last_and_not_evaluations() -> None:
+    sink = MemorySink()
+    every = EverySink(sink, every=4, last=10)
+    every.log(0, {"eval/reward": 0.0})
+    for step in range(1, 11):
+        every.log(step, {"reward/mean": float(step)})
+        if step == 6:
+            every.log(step, {"eval/reward": 1.0})
+    every.close()
+    assert [(step, *values.values()) for step, values in sink.records] == [
+        (0, 0.0),
+        (4, 4.0),
+        (6, 1.0),
+        (8, 8.0),
+        (10, 10.0),
+    ], "values of the steps themselves, not means"
+    assert sink.closed

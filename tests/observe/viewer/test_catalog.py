@@ -75,6 +75,8 @@ def test_episodes_are_chosen_by_task_and_id(tmp_path: Path) -> None:
         choose(catalog, task="")
     with pytest.raises(ConfigError, match=r"there is no episode '7/9' in .*; did you mean 7/"):
         choose(catalog, episode="7/9")
+    with pytest.raises(ConfigError, match=r"episode '1/0' in .*; there are 7/0, .* --step N looks into another"):
+        choose(catalog, episode="1/0")
     with pytest.raises(ConfigError, match=r"there is no task 'attic' in .*; there are corridor, still"):
         choose(catalog, task="attic")
 

@@ -132,6 +132,44 @@ def test_everything_can_be_reached_with_the_tab_key(tab: Tab, page: Path) -> Non
     assert seen(tab, ".step[open]") == ["e-0-0-1"]
 
 
+def type_text(tab: Tab, text: str) -> None:
+    for letter in text:
+        tab.press(letter)
+
+
+def test_a_search_leaves_the_episodes_with_the_text(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    rows, links = "tr[data-episode]:not([hidden])", ".groups a:not([hidden])"
+    told = "document.querySelector('.search output').textContent"
+    count = "document.querySelectorAll('%s').length"
+
+    def search(text: str) -> list[object]:
+        tab.press("/")
+        assert tab.ask("document.activeElement.id") == "search"
+        tab.ask("document.activeElement.select()")
+        type_text(tab, text)
+        return [tab.ask(told), tab.ask(count % rows), tab.ask(count % links), seen(tab, ".episode")]
+
+    assert search("TIME  is up") == ["3 of 6 episodes", 3, 2, ["e-0-2"]], "said to three of them; case is no matter"
+    for opened in (["e-0-2"], ["e-1-0"], ["e-1-1"], ["e-0-2"]):
+        tab.press("Enter")
+        assert seen(tab, ".episode") == opened
+    tab.press("Escape")
+    assert [tab.ask(told), tab.ask(count % rows), tab.ask(count % links)] == ["", 6, 2]
+    assert search("the world ended") == ["1 of 6 episodes", 1, 1, ["e-1-2"]], "why an episode failed"
+    assert search("corridor") == ["3 of 6 episodes", 3, 1, ["e-0-2"]], "the task; a group remembers its episode"
+    assert search("back") == ["1 of 6 episodes", 1, 1, ["e-0-2"]], "an action"
+    tab.press("Enter")
+    assert seen(tab, ".step[open]") == ["e-0-2-1"]
+    tab.ask("document.activeElement.blur()")
+    tab.press("n")
+    assert seen(tab, ".group") == ["g-0"], "the other group has nothing of it"
+    assert search("a needle") == ["0 of 6 episodes", 0, 0, []]
+    tab.ask("location.hash = '#e-1-0-0'")
+    tab.call("Runtime.evaluate", expression="new Promise((done) => setTimeout(done, 50))", awaitPromise=True)
+    assert (seen(tab, ".episode"), tab.ask(told)) == (["e-1-0"], ""), "an address shows what it names"
+
+
 def test_without_the_script_everything_is_shown(tab: Tab, page: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     bare = tmp_path / "bare.html"

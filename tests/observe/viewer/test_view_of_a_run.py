@@ -60,13 +60,16 @@ def test_the_log_has_groups_at_info_and_steps_at_debug(run: Path) -> None:
     lines = (run / "log.txt").read_text(encoding="utf-8").splitlines()
     groups = [line for line in lines if " INFO headrace.loops.credit_log: group " in line]
     steps = [line for line in lines if " DEBUG headrace.rollout.episode_log: episode " in line]
-    credit = [line for line in lines if " DEBUG headrace.loops.credit_log: episode " in line]
+    told = [line for line in lines if " DEBUG headrace.loops.credit_log: episode " in line]
+    credit, ends = ([line for line in told if (", step " in line) is of_step] for of_step in (True, False))
     episodes = list(iter_lines(run / "rollouts" / "step_000001.jsonl"))
     assert len(groups) == 2
     assert all("R " in line and "lengths " in line and "A_E " in line for line in groups)
     assert len(steps) == len(credit) == sum(len(episode.steps) for episode in episodes) > 6
     assert all("log-prob" in line and "reward" in line and "answer" in line for line in steps)
     assert all(word in line for line in credit for word in ("A_E", "A_S", "G ", "anchor"))
+    assert len(ends) == len(episodes)
+    assert all(word in line for line in ends for word in ("steps", "ended by ", "final score "))
 
 
 def test_the_run_can_be_looked_at_with_the_texts_of_its_tokens(run: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from headrace.reward.sandbox.pool import SandboxSettings, warn_once
 from headrace.reward.terms import GroupTerm
 from headrace.reward.user_function import RewardSignature, load_user_function, read_signature
 from headrace.reward.user_term import TRUSTED_CALLS, UserRewardSpec, check_importable, sandboxed_term, trusted_term
-from headrace.types import Episode, FailedEpisode, Reward, ScoredEpisode
+from headrace.types import Episode, FailedEpisode, Reward, RewardNote, ScoredEpisode
 from support.reward_episodes import episode
 from support.reward_kit_files import written
 
@@ -36,11 +37,11 @@ def files(tmp_path: Path) -> Path:
 
 
 async def judged(term: GroupTerm, *episodes: Episode) -> list[Reward | str]:
-    """Rewards, or the reasons why there are none."""
+    """Rewards without what was said of them, or the reasons why there are none."""
     runner = GroupRewardRunner([term])
     results = await runner.score(episodes)
     await runner.close()
-    return [item.reward if isinstance(item, ScoredEpisode) else item.reason for item in results]
+    return [replace(item.reward, notes=()) if isinstance(item, ScoredEpisode) else item.reason for item in results]
 
 
 def reward(
@@ -79,6 +80,15 @@ async def test_a_function_of_any_shape_gets_what_it_asks_for(make_term: MakeTerm
         pytest.skip("its neighbour is found in the sandbox only, where the path is the function's own")
     term = make_term(UserRewardSpec(name="mine", spec=str(files / spec)))
     assert await judged(term, RIGHT, WRONG) == CASES[spec]
+
+
+async def test_reasons_and_metrics_come_with_the_rewards(make_term: MakeTerm, files: Path) -> None:
+    runner = GroupRewardRunner([make_term(UserRewardSpec(name="mine", spec=str(files / "pointwise.py")))])
+    [scored] = await runner.score([RIGHT])
+    await runner.close()
+    assert isinstance(scored, ScoredEpisode)
+    metrics = {"right": {"reason": "same text"}, "words": {"reason": "a tenth for each"}}
+    assert scored.reward.notes == (RewardNote(term="mine", reason="short and right", metrics=metrics),)
 
 
 async def test_step_outputs_are_on_their_steps(make_term: MakeTerm, files: Path) -> None:

@@ -16,7 +16,7 @@ from headrace.reward.sandbox.limits import CallLimits, CallResult, Outcome
 from headrace.reward.sandbox.pool import Sandbox, SandboxSettings, SandboxWorker
 from headrace.reward.sandbox.program import run_untrusted
 from support import sandbox_attacks_judge as attacks
-from support.sandbox_modes import Mode, a_row, modes, skip_unless_possible
+from support.sandbox_modes import Mode, a_row, modes, skip_unless_possible, weakened_modes
 
 ATTACKS = Path(attacks.__file__)
 LIMITS = CallLimits(wall_s=60.0, memory_mb=256, scratch_mb=8, file_mb=4)
@@ -56,10 +56,24 @@ def judged(request: pytest.FixtureRequest) -> dict[str, CallResult]:
 
 @pytest.mark.parametrize("name", attacks.PROGRAMS)
 def test_a_program_that_attacks_its_judge_scores_as_one_that_fails(judged: dict[str, CallResult], name: str) -> None:
-    answer = judged[name]
-    assert answer.outcome is Outcome.RETURNED, answer
-    [verdict] = json.loads(answer.result)
-    assert verdict == {"score": float(name == "right"), "parts": {"changed": 0.0}}
+    assert _verdict(judged[name]) == _right_verdict(name), judged[name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", weakened_modes(), ids=lambda mode: mode.name)
+def test_without_a_layer_programs_do_not_break_their_judge(mode: Mode) -> None:
+    skip_unless_possible(mode)
+    answers = asyncio.run(judge_all(mode))
+    assert {name: answer for name, answer in answers.items() if _verdict(answer) != _right_verdict(name)} == {}
+
+
+def _verdict(answer: CallResult) -> object:
+    return json.loads(answer.result)[0] if answer.outcome is Outcome.RETURNED else answer.outcome
+
+
+def _right_verdict(name: str) -> object:
+    return {"score": float(name == "right"), "parts": {"changed": 0.0}}
 
 
 @pytest.mark.slow
@@ -174,6 +188,27 @@ async def test_a_call_sees_nothing_of_an_earlier_one(mode: Mode, look: str) -> N
     answer = await sandbox.call({"rows": [a_row(attack=look)]})
     assert json.loads(answer.result) == [{"score": 0.0}]
     await sandbox.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", weakened_modes(), ids=lambda mode: mode.name)
+async def test_without_a_layer_no_call_leaves_or_finds_a_trace(mode: Mode) -> None:
+    skip_unless_possible(mode)
+    sandbox = Sandbox({"spec": f"{ATTACKS}:one"}, mode.settings(limits=LIMITS, workers=1))
+    rows = [{"attack": "keeps_a_secret", "secret": "TASK123456789012" * 100}, {"attack": "leaves_marks"}]
+    rows += [{"attack": name} for name in ("looks_through_frames", "looks_through_memory", "leaves_marks")]
+    answers = [await sandbox.call({"rows": [a_row(**row)]}) for row in rows]
+    await sandbox.close()
+    kept, first, frames, memory, second = answers
+    assert json.loads(kept.result) == [{"score": 0.73125}]
+    assert [json.loads(frames.result), json.loads(memory.result)] == [[{"score": 0.0}]] * 2
+    for found in (first, second):
+        if found.outcome is Outcome.RAISED:  # seccomp denies what read-only mounts would not stop
+            assert "PermissionError" in found.detail
+            continue
+        parts = json.loads(found.result)[0]["parts"]
+        assert (parts["entries"], parts["attributes"], parts["old"]) == (1, 0, 0)
 
 
 async def test_each_call_has_the_state_that_the_import_built(mode: Mode) -> None:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from headrace.reward.sandbox.limits import CallLimits, Outcome
 from headrace.reward.sandbox.pool import Sandbox, SandboxSettings
 from headrace.reward.sandbox.program import ProgramResult, run_untrusted
+from support.paths import ROOT
 from support.sandbox_modes import a_row
 
 LIMITS = CallLimits(wall_s=90.0, cpu_s=30, memory_mb=256, processes=6, output_bytes=4096)
@@ -54,6 +57,21 @@ def where(request: pytest.FixtureRequest) -> str:
 async def test_a_program_reads_and_prints(where: str, tmp_path: Path) -> None:
     result = await ended(where, tmp_path, "print(sum(map(int, input().split())))", "1 2 3\n")
     assert (result.outcome, result.status, result.stdout) == (Outcome.RETURNED, 0, "6\n")
+
+
+def test_a_virtual_environment_behind_a_link_runs_programs(tmp_path: Path) -> None:
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("there is no virtual environment")
+    linked = tmp_path / "environment"
+    linked.symlink_to(os.path.realpath(sys.prefix))
+    code = (
+        "from headrace.reward.sandbox.limits import CallLimits\n"
+        "from headrace.reward.sandbox.program import run_untrusted\n"
+        "print(run_untrusted('print(6)', '', CallLimits(wall_s=90.0)).stdout)"
+    )
+    command = [str(linked / "bin" / "python"), "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip() == "6"
 
 
 async def test_its_exit_status_and_traceback_are_its_own(where: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.algo.staleness import HeadBound, Verdict
 from headrace.errors import CheckpointError, DataError, RolloutError
-from headrace.rollout.executor import RolloutExecutor
+from headrace.rollout.executor import ExecutorParts, RolloutExecutor
 from headrace.rollout.filters import reward_spread
 from headrace.rollout.partial_rollout import PartialEpisode
 from headrace.rollout.publisher import Publisher
@@ -726,7 +726,9 @@ class CountingBound(HeadBound):
 async def test_a_group_is_judged_when_it_ends_and_when_it_is_taken_not_each_time_another_ends() -> None:
     CountingBound.asked = 0
     script, batch = ScriptedGroups(), 20
-    async with scripted_executor(script.play, batch=batch, eta=1, policy=CountingBound(1)) as executor:
+    async with scripted_executor(
+        script.play, batch=batch, eta=1, parts=ExecutorParts(policy=CountingBound(1))
+    ) as executor:
         taking = asyncio.create_task(executor.take_batch())
         await turns()
         for id in range(batch):

@@ -146,7 +146,7 @@ WEIGHTS = {
     "weight_floor": (0.25, "floor", 0.25),
     "cap_action": ("clamp", "bound", BoundRule.CLAMP),
 }
-SELECTION = ("select", "select_score")  # of groups, not of tokens: test_selection.py
+SELECTION = ("select", "select_score", "limits")  # of groups, not of tokens: test_selection.py, test_parts.py
 
 
 def test_d4_every_key_reaches_what_it_is_for() -> None:

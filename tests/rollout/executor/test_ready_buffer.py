@@ -90,3 +90,13 @@ def test_group_with_a_missing_field_is_refused() -> None:
     del encoded["task"]
     with pytest.raises(KeyError):
         group_from_json(encoded)
+
+
+def test_a_group_of_a_version_that_did_not_write_a_field_yet_has_its_default() -> None:
+    saved = group_to_json(group(4))
+    for episode in saved["episodes"]:
+        del episode["reward"]["notes"], episode["reward"]["printed"]
+    assert group_from_json(saved).episodes[0].reward == group(4).episodes[0].reward
+    del saved["episodes"][0]["reward"]["total"]
+    with pytest.raises(KeyError, match="total"):
+        group_from_json(saved)

@@ -12,8 +12,9 @@ import pytest
 
 from headrace.config.checks.run_config import _frozen_problems
 from headrace.errors import ConfigError, ModelError, RequestError
+from headrace.model.device import free_bytes
 from headrace.model.load import load_model
-from headrace.model.quantized import quantize_model
+from headrace.model.quantized import model_bytes, quantize_model
 from headrace.model.tiny import save_tiny
 from headrace.service.client.codec import write_forward
 from headrace.service.http.auth import Access, HashedKey, hash_key
@@ -23,6 +24,7 @@ from headrace.service.reference.scoring_client import RemoteReference
 from headrace.service.settings import load_serve_config
 from headrace.train.frozen_model import FrozenScorer
 from headrace.types import CROSS_ENTROPY, Datum, float_array, int_array
+from headrace.wiring.commands import serve_references
 from headrace.wiring.commands.serve_references import open_reference_server, open_references
 from headrace.wiring.runtime.local import open_remote_reference, scored_remotely
 
@@ -150,6 +152,41 @@ def test_bits_of_the_file_are_those_of_the_model(folder: Path) -> None:
     assert [each.tolist() for each in found] != [each.tolist() for each in whole]
 
 
+def test_a_model_that_would_not_fit_gets_eight_bits_by_itself(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = load_model(str(folder))
+    lm.model.requires_grad_(False)
+    size, whole = model_bytes(lm.model), FrozenScorer(lm).score(data())
+    quantize_model(lm.model, 8)
+    small, few = model_bytes(lm.model), FrozenScorer(lm).score(data())
+    assert small < 0.6 * size
+    assert whole[0].tolist() != few[0].tolist()
+
+    def scored(more: str, reference_bytes: int = 0) -> list[float]:
+        engine = f"[engine]\nreference_bytes = {reference_bytes}\n"
+        config = load_serve_config(serve_toml(folder, more) + engine, file="serve.toml")
+        with open_references(config) as named:
+            return list(named["small"](data())[0].tolist())
+
+    plain = 'quantizer = "plain"\n'
+    assert scored(plain, (size + small) // 2) == few[0].tolist()
+    assert "its weights are kept in 8 bits" in caplog.text
+    assert scored(plain, size + 1000) == whole[0].tolist()
+    assert scored("") == whole[0].tolist()  # this machine has room
+    monkeypatch.setattr(serve_references, "free_bytes", lambda device: (size + small) // 2)
+    assert scored(plain) == few[0].tolist()
+    assert scored('bits = "full"\n') == whole[0].tolist()
+    with pytest.raises(ModelError, match=r"needs [\d,]+ bytes .* give them more, or fewer bits"):
+        scored('bits = "full"\n', (size + small) // 2)
+
+
+def test_free_memory_is_told_where_the_system_does() -> None:
+    free = free_bytes("cpu")
+    assert free is None or 2**20 < free < 2**50
+    assert free_bytes("mps") is None
+
+
 def test_a_quantizer_that_is_not_there_is_said_before_the_server_begins(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +206,7 @@ def test_a_quantizer_that_is_not_there_is_said_before_the_server_begins(
         ('[[references]]\nname = "a"\npath = "x"\nurl = "y"', "either a path or a url"),
         ('[[rewards]]\nname = "a"\nfn = "x.py"\n[[rewards]]\nname = "a"\nfn = "y.py"', "each name once"),
         ("[engine]\nreference_models = 0", "must be 1 or more"),
+        ('[[references]]\nname = "a"\npath = "x"\nbits = "full"\nquantizer = "plain"', "say how many bits"),
     ],
 )
 def test_a_wrong_file_is_one_sentence(text: str, words: str) -> None:

@@ -11,7 +11,7 @@ from headrace.service.host.fake_host import FakeHost
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser, Quota, RateLimited
 from headrace.service.settings import Limits
-from support.direct_service import direct_service
+from support.direct_service import ALICE, DirectService, direct_service
 from support.tinker_sdk import ADAM, DATA, loss_of, prompt, sampling, tinker, until
 from support.tinker_server import BASE, OTHER_KEY, Served, served
 
@@ -74,6 +74,26 @@ def test_a_silent_sessions_sampling_is_stopped_with_a_reason(tmp_path: Path) -> 
             sampler.sample(prompt(1), 1, sampling()).result()
 
 
+def test_nothing_but_records_is_kept_of_models_whose_sessions_ended_and_repeats_are_still_told(tmp_path: Path) -> None:
+    limits = Limits(poll_s=5.0, session_timeout_s=0.2, tidy_s=0.1)
+    with served(tmp_path, host=FakeHost(), limits=limits) as running:
+        trainer, http = running.service.trainer, running.http()
+        client = running.client()
+        model = trained(client)
+        path = model.save_state("kept").result().path
+        id = model._guaranteed_model_id()
+        assert f'model="{id}"' in http.get("/metrics").text
+        client.close("success").result()
+        until(lambda: id not in trainer._queues)
+        assert f'model="{id}"' not in http.get("/metrics").text
+        for verb, seq in (("optim_step", 2), ("save_weights", 3)):  # the saved state is behind request 2
+            repeat = http.post(f"/api/v1/{verb}", json={"model_id": id, "seq_id": seq, "path": "kept"})
+            assert repeat.json()["request_id"] == f"{id}:{seq}"
+        late = http.post("/api/v1/optim_step", json={"model_id": id, "seq_id": 4, "adam_params": {}})
+        assert late.status_code == 410
+        assert loss_of(running.client().create_training_client_from_state(path)) > 0
+
+
 async def test_the_open_sessions_of_a_key_are_bounded_and_silent_ones_without_a_model_make_room(tmp_path: Path) -> None:
     user = ApiUser(name="alice", quota=Quota(sessions=2))
     async with direct_service(tmp_path) as direct:
@@ -101,6 +121,68 @@ async def test_the_open_sessions_of_a_key_are_bounded_and_silent_ones_without_a_
         await sessions.expire()
         assert {second, third} & set(registry.sessions) == set()
         assert registry.sessions[direct.session].finished == "success"  # its model can still be asked for
+
+
+# --- models of ended sessions ----------------------------------------------------------------------------------------
+
+
+async def test_a_model_of_an_ended_session_is_forgotten_with_all_that_is_kept_for_it(tmp_path: Path) -> None:
+    limits = Limits(poll_s=30.0, session_timeout_s=-1.0, keep_models_s=0.001, keep_results_s=0.001, tidy_s=3600.0)
+    kept = {"session": 0, "model": 0, "sampler": 0}
+
+    def journalled(direct: DirectService) -> dict[str, int]:
+        return {kind: len(direct.service._journal.records(kind)) for kind in kept}
+
+    async with direct_service(tmp_path, limits=limits) as direct:
+        for _ in range(3):  # tenants that come and go
+            model = await direct.model()
+            await direct.outcome(await direct.step(model, 1))
+            await direct.outcome(await direct.submit("forward", model, 2))  # behind the saved state
+            await direct.service.sessions.finish(ALICE, direct.session, "success")
+            direct.session, direct.num_models = "", 0
+        assert journalled(direct) == {"session": 3, "model": 3, "sampler": 0}
+        assert len(list((tmp_path / "states").iterdir())) == 3
+        for _ in range(3):  # retired, forgotten, and their sessions behind them
+            await direct.service.expire()
+        registry, trainer = direct.service.registry, direct.service.trainer
+        assert (len(registry.models), len(registry.sessions), len(trainer._retired), len(trainer._queues)) == (0,) * 4
+        assert journalled(direct) == kept
+        assert list((tmp_path / "states").iterdir()) == []
+        last = direct.service._journal.query("SELECT finished FROM requests")
+        assert last == [(9,)]  # the numbers of outcomes never go back
+    async with direct_service(tmp_path, limits=limits) as direct:
+        assert direct.service.requests.last_journalled == 9
+        assert direct.service._journal.records("going") == {}
+
+
+async def test_models_with_checkpoints_and_of_open_sessions_are_kept(tmp_path: Path) -> None:
+    limits = Limits(poll_s=30.0, session_timeout_s=-1.0, keep_models_s=0.001, tidy_s=3600.0)
+    async with direct_service(tmp_path, limits=limits) as direct:
+        service, registry = direct.service, direct.service.registry
+        saved = await direct.model()
+        await direct.outcome(await direct.submit("save_weights", saved, 1, path="kept"))
+        await service.sessions.finish(ALICE, direct.session, "success")
+        direct.session = ""
+        current = await direct.model()
+        for _ in range(3):
+            await service.expire()
+        assert set(registry.models) == {saved, current}
+        (path,) = registry.checkpoints
+        await service.checkpoints.delete(path, "alice")
+        for _ in range(3):
+            await service.expire()
+        assert set(registry.models) == {current}
+        await direct.outcome(await direct.step(current, 1))
+
+
+async def test_a_model_of_an_ended_session_is_kept_for_the_stated_time(tmp_path: Path) -> None:
+    limits = Limits(poll_s=30.0, session_timeout_s=-1.0, tidy_s=3600.0)
+    async with direct_service(tmp_path, limits=limits) as direct:
+        model = await direct.model()
+        await direct.service.sessions.finish(ALICE, direct.session, "success")
+        for _ in range(3):
+            await direct.service.expire()
+        assert set(direct.service.registry.models) == {model}
 
 
 # --- cancelling ------------------------------------------------------------------------------------------------------

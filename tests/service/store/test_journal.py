@@ -1,13 +1,16 @@
 """The journal's contract, on SQLite and on a real PostgreSQL server where one can be started."""
 
 import asyncio
+import logging
 import os
 import pwd
 import shutil
 import socket
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,12 +22,17 @@ from headrace.service.store.journal import (
     connect,
     finish_request,
     forget_bodies,
+    forget_orphans,
+    forget_requests,
     forget_results,
+    forget_samples,
     insert_request,
     put,
     remove,
 )
 from headrace.service.store.registry import Registry
+from headrace.watchdog import Watchdog
+from support.tinker_sdk import until
 
 
 def row(seq: int, *, target: str = "m", body: bytes | None = b"\x00\xff") -> JournalRow:
@@ -116,6 +124,29 @@ def test_either_all_statements_of_a_write_are_kept_or_none(url: str) -> None:
     assert journal.requests("1 = 1").result() == []
     journal.write([insert_request(row(2))]).result()  # and it goes on
     assert [found.seq for found in journal.requests("1 = 1").result()] == [2]
+    journal.close()
+
+
+def test_requests_of_what_is_forgotten_go_and_the_last_number_stays(url: str) -> None:
+    journal = Journal(url)
+    rows = [row(1), row(2), row(1, target="s"), row(2, target="s"), row(1, target="t"), row(1, target="u")]
+    rows = [replace(each, kind="optim_step" if each.target == "m" else "sample") for each in rows]
+    journal.write([put("sampler", "u", 1), *map(insert_request, rows)]).result()
+    for number, each in enumerate(rows[1:], start=1):  # m:1 is still queued
+        journal.write([finish_request(each.id, state="done", result=b"r", finished=number)]).result()
+
+    def left() -> set[str]:
+        return {found.id for found in journal.requests("1 = 1").result()}
+
+    journal.write([forget_requests("m")]).result()
+    assert left() == {"m:1", "s:1", "s:2", "t:1", "u:1"}
+    journal.write([forget_results(before=3), forget_samples("s")]).result()
+    assert left() == {"m:1", "s:2", "t:1", "u:1"}  # s:2 has an outcome that may be asked for
+    journal.write([forget_orphans(before=5), forget_results(before=5)]).result()
+    assert left() == {"m:1", "u:1"}
+    journal.write([forget_orphans(before=9), remove("sampler", "u"), forget_requests("u")]).result()
+    assert left() == {"m:1", "u:1"}  # the last number of all
+    assert journal.last_finished() == 5
     journal.close()
 
 
@@ -295,3 +326,60 @@ def test_a_damaged_journal_is_named_with_what_to_do(tmp_path: Path, damage: str)
     file.write_bytes(pages)
     with pytest.raises(JournalError, match=r"journal\.sqlite is damaged.*put back a copy of it"):
         Registry(Journal(str(file)))
+
+
+# --- a database that does not answer ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hanging(tmp_path: Path) -> Iterator[tuple[Journal, threading.Event]]:
+    """A journal whose disk hangs at the next write and read, until the event is set."""
+    journal, answers = Journal(str(tmp_path / "journal.sqlite")), threading.Event()
+
+    def hang(*_: object) -> list[tuple[object, ...]]:
+        answers.wait(100)
+        return []
+
+    journal._writer_database.run = hang  # type: ignore[method-assign, assignment]
+    journal._reader_database.read = hang  # type: ignore[method-assign, assignment]
+    yield journal, answers
+    answers.set()
+    journal.close()
+
+
+def test_a_write_and_a_read_that_hang_are_told_by_the_watchdog(
+    hanging: tuple[Journal, threading.Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    journal, answers = hanging
+    with Watchdog(tell_s=0.1, end_s=0.0), caplog.at_level(logging.WARNING):
+        written, read = journal.write([put("model", "m", 1)]), journal.requests("1 = 1")
+        until(lambda: {"the journal: writing", "the journal: reading"} <= set(_stalled(caplog)))
+        answers.set()
+        written.result(100)
+        read.result(100)
+
+
+def _stalled(caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+    for message in caplog.messages:
+        if message.startswith("no progress: "):
+            yield message.removeprefix("no progress: ").split(" (")[0]
+
+
+def test_a_start_does_not_wait_for_ever(
+    hanging: tuple[Journal, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.service.store.journal.ANSWER_S", 0.05)
+    for ask in (lambda: hanging[0].records("model"), lambda: hanging[0].write_now([put("model", "m", 1)])):
+        with pytest.raises(JournalError, match=r"the journal does not answer for 0\.05 s"):
+            ask()
+
+
+def test_closing_does_not_wait_for_ever(
+    hanging: tuple[Journal, threading.Event], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal, _ = hanging
+    monkeypatch.setattr("headrace.service.store.journal.CLOSE_S", 0.05)
+    written = journal.write([put("model", "m", 1)])
+    journal.close()
+    assert not written.done()  # whoever waits for it was told nothing
+    assert "does not answer for 0.05 s, and is left open" in caplog.text

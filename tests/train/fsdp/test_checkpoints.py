@@ -1,5 +1,6 @@
 """A state that ranks have saved goes on on any number of ranks, and is a model folder of transformers."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,8 @@ def fingerprint(backend: Any) -> str:
 )
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"tied": True, "lora_rank": 2}, {"head": "both"}, {"dtype": torch.bfloat16}],
-    ids=["full", "lora", "value head", "half precision"],
+    [{}, {"tied": True, "lora_rank": 2}, {"head": "both"}, {"dtype": torch.bfloat16}, {"variant": "glm4_moe"}],
+    ids=["full", "lora", "value head", "half precision", "mixture"],
 )
 def test_a_state_goes_on_on_another_number_of_ranks(
     saved_on: int, loaded_on: int, kind: dict[str, Any], tmp_path: Path
@@ -71,8 +72,28 @@ def test_a_state_goes_on_on_another_number_of_ranks(
 
 @pytest.mark.parametrize(
     "kind",
-    [{}, {"tied": True}, {"lora_rank": 2}, {"lora_rank": 2, "lora_targets": ("lm_head", "q_proj"), "tied": True}],
-    ids=["untied", "tied", "lora", "lora on a tied head"],
+    [
+        {},
+        {"tied": True},
+        {"lora_rank": 2},
+        {"lora_rank": 2, "lora_targets": ("lm_head", "q_proj"), "tied": True},
+        {"variant": "gemma3_text"},
+        {"variant": "gemma4_text"},
+        {"variant": "gpt2", "lora_rank": 2, "lora_targets": ("c_attn", "c_fc", "c_proj")},
+        pytest.param({"variant": "qwen3_5_text"}, marks=slow),
+        pytest.param({"variant": "qwen3_next"}, marks=slow),
+    ],
+    ids=[
+        "untied",
+        "tied",
+        "lora",
+        "lora on a tied head",
+        "gemma3",
+        "gemma4",
+        "gpt2 with lora",
+        "qwen3_5",
+        "qwen3_next",
+    ],
 )
 def test_the_folder_is_that_of_one_process(kind: dict[str, Any], tmp_path: Path) -> None:
     """The same file names and tensors besides the optimiser's; transformers loads it."""
@@ -92,7 +113,14 @@ def test_the_folder_is_that_of_one_process(kind: dict[str, Any], tmp_path: Path)
     for name in ("config.json", "generation_config.json", "tokenizer.json"):
         assert (one / name).read_text() == (many / name).read_text()
     loaded = AutoModelForCausalLM.from_pretrained(many)
-    assert type(loaded).__name__ == "LlamaForCausalLM"
+    kinds = {
+        "gemma3_text": "Gemma3ForCausalLM",
+        "gemma4_text": "Gemma4ForCausalLM",
+        "gpt2": "GPT2LMHeadModel",
+        "qwen3_5_text": "Qwen3_5ForCausalLM",
+        "qwen3_next": "Qwen3NextForCausalLM",
+    }
+    assert type(loaded).__name__ == kinds.get(kind.get("variant", ""), "LlamaForCausalLM")
     whole_folder.write_manifest(many)
     assert any(name.startswith("shards/") for name in whole_folder.verify(many).files)
 
@@ -161,3 +189,76 @@ def test_a_copy_follows_the_weights() -> None:
     from headrace.model.load import fingerprint as of
 
     assert of(copy.model.named_parameters()) == handle.fingerprint
+
+
+def test_training_goes_on_while_a_state_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The saved state is that before the steps, and a second save waits for the first."""
+    may_write, plain = threading.Event(), checkpoints.ModelFolder.add
+
+    def add(folder: checkpoints.ModelFolder, name: str, tensor: torch.Tensor) -> None:
+        assert may_write.wait(100)
+        plain(folder, name, tensor)
+
+    monkeypatch.setattr(checkpoints.ModelFolder, "add", add)
+    with sharded(2) as backend:
+        train(backend)
+        before = fingerprint(backend)
+        first = backend.save_state(tmp_path / "first")
+        train(backend)
+        assert not first.done()
+        after = fingerprint(backend)
+        second = backend.save_state(tmp_path / "second")
+        behind = backend.forward(DATA, CROSS_ENTROPY)
+        may_write.set()
+        behind.result(100)
+        assert first.done()
+        second.result(100)
+        for folder, expected in (("first", before), ("second", after)):
+            backend.load_state(tmp_path / folder).result(100)
+            assert fingerprint(backend) == expected
+
+
+def test_a_state_that_cannot_be_written_beside_training_fails_its_request_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError("no space left")
+
+    with sharded(2) as backend:
+        monkeypatch.setattr(checkpoints.ModelFolder, "finish", full)
+        with pytest.raises(BackendError, match="no space left"):
+            backend.save_state(tmp_path).result(100)
+        monkeypatch.undo()
+        train(backend)
+        backend.save_state(tmp_path).result(100)
+
+
+def test_closing_waits_for_the_state_that_is_written(tmp_path: Path) -> None:
+    with sharded(2) as backend:
+        saving = backend.save_state(tmp_path)
+    assert saving.done()
+    assert (tmp_path / "trainer.json").is_file()
+
+
+@pytest.mark.parametrize("kind", [{}, {"dtype": torch.bfloat16}], ids=["full", "half precision"])
+def test_moments_in_host_memory_change_nothing_that_is_trained_or_saved(kind: dict[str, Any], tmp_path: Path) -> None:
+    with sharded(2, **kind) as backend:
+        train(backend, steps=2)
+        expected, loss = fingerprint(backend), train(backend)
+        after = fingerprint(backend)
+    with sharded(2, **kind) as backend:
+        train(backend)
+        moved = backend._submit("offload", lambda: backend._call("offload", what="offload")).result(100)
+        assert moved == [True, True], "on every rank"
+        backend.offload().result(100)
+        train(backend)  # which brings them back
+        backend.offload().result(100)
+        assert fingerprint(backend) == expected
+        backend.save_state(tmp_path / "state").result(100)  # from host memory
+        backend.reload().result(100)
+        assert not backend._ranks._backends[backend._number].optimizer.is_offloaded
+        assert train(backend) == loss
+        assert fingerprint(backend) == after
+        backend.load_state(tmp_path / "state").result(100)
+        assert fingerprint(backend) == expected
+        assert train(backend) == loss

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.config.schema import ALL_LINEAR
 from headrace.errors import BackendError
 from headrace.metrics import metric_values
 from headrace.train.fsdp.backend import FsdpBackend
@@ -70,13 +71,39 @@ CASES: dict[str, tuple[dict[str, Any], list[Datum], LossSpec]] = {
     "lora recomputed": ({"lora_rank": 4, "recompute": True}, ONE, PPO),
     "lora on the head": ({**ADAPTED_HEAD}, UNEVEN, PPO),
     "lora on a tied head": ({**ADAPTED_HEAD, "tied": True}, UNEVEN, PPO),
+    "mixture of experts": ({"variant": "qwen3_moe"}, UNEVEN, PPO),
+    "mixture of experts, empty ranks": ({"variant": "glm4_moe"}, ONE, PPO),
+    "mixture of experts, biases and sinks": ({"variant": "gpt_oss", "micro_batch_tokens": 64}, SHARED, PPO),
+    "mixture of experts, latent keys": ({"variant": "deepseek_v3", "recompute": True}, UNEVEN, PPO),
+    "mixture of experts with lora, recomputed": (
+        {"variant": "qwen3_moe", "lora_rank": 3, "lora_targets": ("q_proj",), "recompute": True},
+        UNEVEN,
+        PPO,
+    ),
     "critic": ({"head": "scalar"}, UNEVEN, LossSpec(fn="value")),
     "critic with lora": ({"head": "scalar", "lora_rank": 2}, ONE, LossSpec(fn="value")),
     "reward model": ({"head": "scalar"}, PAIRS, LossSpec(fn="bradley_terry")),
     "value head": ({"head": "both"}, UNEVEN, JOINT),
     "value head alone": ({"head": "both"}, ONE, LossSpec(fn="shared_value")),
     "value head with lora": ({"head": "both", "lora_rank": 2}, UNEVEN, JOINT),
+    "gemma3": ({"variant": "gemma3_text", "micro_batch_tokens": 64}, SHARED, PPO),
+    "gemma4": ({"variant": "gemma4_text", "micro_batch_tokens": 64, "recompute": True}, SHARED, PPO),
+    "gemma2, caps": ({"variant": "gemma2", "recompute": True}, UNEVEN, PPO),
+    "gpt2": ({"variant": "gpt2", "micro_batch_tokens": 64}, SHARED, PPO),
+    "gpt2 with lora": ({"variant": "gpt2", "lora_rank": 2, "recompute": True, "lora_targets": ALL_LINEAR}, UNEVEN, PPO),
+    "phi3 with lora": ({"variant": "phi3", "lora_rank": 2, "lora_targets": ALL_LINEAR}, UNEVEN, PPO),
+    "delta nets": ({"variant": "qwen3_5_text", "micro_batch_tokens": 64}, SHARED, PPO),
+    "delta nets with lora, recomputed": (
+        {"variant": "qwen3_5_text", "lora_rank": 2, "lora_targets": ALL_LINEAR, "recompute": True},
+        UNEVEN,
+        PPO,
+    ),
+    "delta nets and experts, empty ranks": ({"variant": "qwen3_next"}, ONE, PPO),
+    "short convolutions": ({"variant": "lfm2", "micro_batch_tokens": 64}, SHARED, PPO),
 }
+HYBRIDS = [
+    name for name, (kind, _, _) in CASES.items() if kind.get("variant") in ("qwen3_5_text", "qwen3_next", "lfm2")
+]
 
 Numbers = dict[str, Any]
 
@@ -108,7 +135,9 @@ def compare(one: Numbers, many: Numbers) -> None:
         assert torch.allclose(got, gradient, rtol=1e-9, atol=1e-11), (name, float((got - gradient).abs().max()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in HYBRIDS else ()) for name in CASES]
+)
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_gradient_does_not_depend_on_the_number_of_ranks(count: int, name: str) -> None:
     kind, batch, loss = CASES[name]
@@ -153,10 +182,11 @@ def test_a_loss_that_other_ranks_cannot_import_is_refused() -> None:
     assert "other ranks" in str(failure)
 
 
-def test_half_precision_is_that_of_one_process() -> None:
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_half_precision_is_that_of_one_process(count: int) -> None:
     """Log-probs have the same bits; masters stay float32, so that small updates are not lost."""
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "tied": True}
-    with single(**kind) as backend, sharded(2, **kind) as many:
+    with single(**kind) as backend, sharded(count, **kind) as many:
         expected, got = (each.forward(UNEVEN, CROSS_ENTROPY).result(100).logprobs for each in (backend, many))
         for one, other in zip(expected, got, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -4,15 +4,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from headrace.errors import ConfigError, RanksLostError
+from headrace.train.fsdp import checkpoints
 from headrace.train.fsdp.backend import FsdpBackend
 from headrace.train.fsdp.launch import RankPlace, first_node, place_from_environment
 from headrace.train.fsdp.rank_backend import BackendOptions
@@ -20,7 +23,7 @@ from headrace.train.fsdp.ranks import Ranks
 from headrace.types import CROSS_ENTROPY, Datum, LossSpec, float_array, int_array
 from support.fsdp import build_model, close_ranks
 
-LIMIT_S = 100
+LIMIT_S = 240  # the machine may be busy
 
 
 def datum(length: int) -> Datum:
@@ -111,6 +114,23 @@ def test_a_rank_that_is_killed_between_two_steps_is_noticed(opened: tuple[Ranks,
     other(ranks).wait()
     with pytest.raises(RanksLostError, match=r"rank 1 was killed \(SIGKILL\)"):
         backend.forward(DATA, CROSS_ENTROPY).result(LIMIT_S)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_a_state_is_written_is_named(
+    opened: tuple[Ranks, FsdpBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, backend = opened
+    may_write = threading.Event()
+    monkeypatch.setattr(checkpoints.ModelFolder, "add", lambda *arguments: may_write.wait(LIMIT_S))
+    saving = backend.save_state(tmp_path)
+    assert backend.forward(DATA, CROSS_ENTROPY).result(LIMIT_S).loss > 0  # the state is copied
+    other(ranks).kill()
+    error = saving.exception(LIMIT_S)
+    may_write.set()
+    assert isinstance(error, RanksLostError)
+    assert "rank 1 was killed (SIGKILL)" in str(error)
+    assert not (tmp_path / "trainer.json").exists()
 
 
 @pytest.mark.slow

@@ -72,7 +72,35 @@ def test_workers_are_dealt_to_the_nodes_that_have_room(monkeypatch: pytest.Monke
         "10.0.0.2",
     ]
     text = plan(monkeypatch, "cluster.address=auto", "cluster.rollout_workers=9", nodes=nodes)
-    assert "there is room for 4 of 9 workers: the run would wait 600 s and then end" in text
+    assert "there is room for 4 of 9 processes: the run would wait 600 s and then end" in text
+
+
+def test_processes_with_a_model_need_gpus_where_the_run_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        ClusterNode(address="10.0.0.1", cpus=8.0, free_cpus=8.0),
+        ClusterNode(address="10.0.0.2", cpus=8.0, free_cpus=8.0, free_gpus=2.0),
+    ]
+    overrides = ["cluster.address=auto", "cluster.rollout_workers=1", "cluster.reference_workers=1", "cluster.ranks=2"]
+    text = plan(monkeypatch, *overrides, nodes=nodes, gpus=["H200"])
+    assert "4 processes" in text
+    assert "  reference worker 0 with 1 GPUs: about 10.0.0.2" in text
+    assert "  further rank 0 with 1 GPUs: about 10.0.0.2" in text
+    text = plan(monkeypatch, *overrides, nodes=nodes[:1], gpus=["H200"])
+    assert "there is room for 1 of 3 processes" in text
+    assert "GPUs: about" not in plan(monkeypatch, *overrides, nodes=nodes[:1])
+
+
+def test_embedded_engines_are_placed_on_a_cluster_and_started_here_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [ClusterNode(address="10.0.0.1", cpus=8.0, free_cpus=8.0, free_gpus=2.0)]
+    overrides = ["cluster.engine_replicas=2", "cluster.rollout_workers=1"]
+    text = plan(monkeypatch, *overrides, "cluster.address=auto", nodes=nodes, gpus=["H200"])
+    assert "4 processes" in text
+    assert "  engine replica 1 with 1 GPUs: about 10.0.0.1" in text
+    assert "the loop, the trainer, evaluations and all files" in text
+    text = plan(monkeypatch, *overrides, "cluster.address=local")
+    assert "4 processes" in text
+    assert "  2 engine replicas on this machine sample" in text
+    assert "1 places on 6 CPUs" in text
 
 
 def test_ray_that_cannot_be_imported_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,34 @@ def test_another_method_changes_advantages_only(file: Path) -> None:
     assert (lines[0].credit.method, lines[0].credit.params) == ("dr_grpo", {})
 
 
+OWN_CREDIT = """
+def half(rewards, groups, *, less=0.5):
+    return rewards - less
+
+def by_step(table):
+    return table.reward_S
+"""
+
+
+def test_a_credit_method_of_the_user_is_named_on_the_command_line_and_never_by_a_file(file: Path) -> None:
+    (file.parent / "mine.py").write_text(OWN_CREDIT)
+    result = recredit(RecreditRequest(path=file, method="mine.py:half", params={"less": 0.25}))
+    lines = read_lines(result.out)
+    # R = 1, 1, 0
+    assert [line.advantages for line in lines[:3]] == [(0.75,) * 3, (0.75,) * 4, (-0.25,) * 3]
+    assert lines[0].credit is not None
+    assert (lines[0].credit.method, lines[0].credit.params) == (f"{file.parent / 'mine.py'}:half", {"less": 0.25})
+    other = file.with_name("steps.jsonl")
+    steps = read_lines(recredit(RecreditRequest(path=file, method="mine.py:by_step", out=other)).out)
+    assert [line.advantages for line in steps] == [line.step_rewards for line in steps]
+    with pytest.raises(ConfigError, match=r"was credited by .*mine\.py:half, and code that a file names is not run"):
+        recredit(RecreditRequest(path=result.out))
+    again = recredit(RecreditRequest(path=result.out, method="mine.py:half", out=file.with_name("again.jsonl")))
+    assert again.method.params == {"less": 0.25}, "the numbers of the same function are kept"
+    with pytest.raises(ConfigError, match=r"takes no parameter 'mor'"):
+        recredit(RecreditRequest(path=file, method="mine.py:half", params={"mor": 1.0}))
+
+
 def test_numbers_of_the_same_method_are_kept_unless_given(file: Path) -> None:
     assert recredit(RecreditRequest(path=file)).method.params == {"gamma": 0.5, "norm": "none"}
     assert recredit(RecreditRequest(path=file, params={"gamma": 1.0})).method.params == {"gamma": 1.0, "norm": "none"}

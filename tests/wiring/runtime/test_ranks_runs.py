@@ -96,6 +96,7 @@ def weights(folder: Path, stage: str, step: int, part: str = ".") -> bytes:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(4 * LIMIT_S)
 def test_a_run_whose_rank_was_killed_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
@@ -168,3 +169,14 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"'cluster.ranks' is 2 and this machine has 1 GPUs"):
         ranks_runtime.find_place(config_of())
+
+
+def test_the_same_bits_on_several_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    config = load_config("[cluster]\nranks = 2\n[run]\ndeterministic = true\n", file="run.toml")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert ranks_runtime.find_place(config) is None  # on a CPU they are the same anyway
+    monkeypatch.setattr(ranks_runtime, "choose_device", lambda device: "cuda")
+    with pytest.raises(ConfigError, match=r"'run.deterministic' is true and 'cluster.ranks' is 2"):
+        ranks_runtime.find_place(config)

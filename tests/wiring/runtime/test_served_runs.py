@@ -2,6 +2,9 @@
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,10 @@ from headrace import wiring
 from headrace.errors import HeadraceError
 from headrace.infer.servers.replicas import ReplicaSampler
 from headrace.wiring.build import servers
+from headrace.wiring.build import servers as build_servers
 from headrace.wiring.checked_config import load_checked
 from support.fake_vllm import fake_vllm
+from support.paths import ROOT
 from support.server_samplers import QUICK
 
 RUN = """
@@ -83,6 +88,36 @@ def test_a_run_trains_on_what_servers_sample(
     assert all(norm > 0 for norm in values_of(records, "train/grad_norm"))
     assert one.requests
     assert two.requests
+
+
+def test_a_run_has_an_alarm_of_the_mismatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build_servers, "MISMATCH_LIMIT", -1.0)  # which every step is above
+    with fake_vllm() as (url, _):
+        train(tmp_path, monkeypatch, [url])
+    assert "rollout/mismatch_k3 above -1 for 2 records in a row" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sets", [(), ("model.lora.rank=2",)], ids=["all weights", "adapters"])
+def test_ranks_that_train_together_give_their_weights_to_servers(tmp_path: Path, sets: tuple[str, ...]) -> None:
+    with fake_vllm() as (url, state):
+        (tmp_path / "run.toml").write_text(RUN.replace("urls = []", f'urls = ["{url}"]'))
+        (tmp_path / "reward.py").write_text(REWARD)
+        overrides = [word for text in ("cluster.ranks=2", *sets) for word in ("--set", text)]
+        subprocess.run(
+            [sys.executable, "-m", "headrace.start", "train", "run.toml", *overrides],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            check=True,
+            timeout=280,
+        )
+    [metrics] = tmp_path.glob("runs/*/metrics.jsonl")
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert max(values_of(records, "rollout/mismatch_k3")) < 1e-8, "the servers hold the weights of both ranks"
+    assert all(norm > 0 for norm in values_of(records, "train/grad_norm"))
+    assert state.requests
 
 
 def test_a_run_whose_server_keeps_its_weights_ends_with_that_sentence(

@@ -176,11 +176,12 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(
 
 def test_a_checkpoint_is_played_at_the_service(whole: Made, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     last = str(whole.folder / "checkpoints" / "rl" / "step_000003")
-    cli.evaluate(last, file)
-    assert json.loads(capsys.readouterr().out)["eval/reward"] == whole.values("rl", "eval/reward")[-1]
+    cli.evaluate([last], file, as_json=True)
+    (arm,) = json.loads(capsys.readouterr().out)["arms"]
+    assert arm["metrics"]["eval/reward"] == whole.values("rl", "eval/reward")[-1]
     file.write_text("\n".join(line for line in RUN.splitlines() if not line.startswith("service")))
     with pytest.raises(ConfigError, match="whose weights are at a service: say which"):
-        cli.evaluate(last, file)
+        cli.evaluate([last], file)
 
 
 def refused(file: Path, error: type[HeadraceError], sentence: str, *overrides: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.service.evaluation.intervals import t_interval, t_quantile, wilson_interval
+from headrace.algo.estimates.intervals import t_interval, t_quantile, wilson_interval
 
 
 def test_students_t_has_its_published_points() -> None:

@@ -1,0 +1,94 @@
+"""Compute the gated delta rule: S_t = a_t S_{t-1} + k_t (b_t (v_t - (a_t S_{t-1})^T k_t))^T, y_t = S_t^T q_t.
+
+Over packed sequences it is computed in chunks (Yang et al., "Gated Delta Networks", arXiv 2412.06464): inside a chunk
+the updates are one triangular system, and states pass from chunk to chunk, from a shared prefix to every sequence
+behind it. Over the engine's slots it is computed token by token, so that on a CPU a token's result has the same bits
+however its prefix got into the slot.
+
+Shape letters: T tokens, H heads, K width of keys, V width of values, N chunks, C places of a chunk, B slots, R runs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headrace.model.hybrid.layout import ChunkLayout, SlotRuns
+
+EPS = 1e-6  # of the length of queries and keys
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """Holds queries and keys of length 1, values, log a and b of every token."""
+
+    query_THK: Tensor  # scaled by 1 / sqrt(K)
+    key_THK: Tensor
+    value_THV: Tensor
+    decay_TH: Tensor  # log a, at most 0
+    beta_TH: Tensor
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Compute x / |x| over the last dimension."""
+    return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPS)
+
+
+def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout) -> Tensor:
+    """Compute y [T, H, V] of packed sequences, differentiable."""
+    query, key, value, decay, beta = (
+        _spread(x, layout)
+        for x in (inputs.query_THK, inputs.key_THK, inputs.value_THV, inputs.decay_TH, inputs.beta_TH)
+    )
+    total = decay.cumsum(dim=-1)  # [N, H, C]: log of the decay since the chunk's start
+    later = torch.ones(layout.size, layout.size, dtype=torch.bool, device=key.device).triu(1)
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    weighted = key * beta[..., None]
+    system = (weighted @ key.transpose(-1, -2)) * between
+    sides = torch.cat([value * beta[..., None], weighted * total.exp()[..., None]], dim=-1)
+    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    own, reads = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
+    within = (query @ key.transpose(-1, -2)) * between
+    from_state = query * total.exp()[..., None]
+    to_state = (key * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)
+    chunk_decay = total[..., -1].exp()[..., None, None]
+    outputs = []
+    state: Tensor | None = None
+    parts = zip(
+        *(x.split(list(layout.depths)) for x in (own, reads, within, from_state, to_state, chunk_decay)), strict=True
+    )
+    for depth, (own_, reads_, within_, from_state_, to_state_, decay_) in enumerate(parts):
+        if state is None:
+            outputs.append(within_ @ own_)
+            state = to_state_ @ own_
+            continue
+        state = state.index_select(0, layout.predecessors[depth - 1])
+        new = own_ - reads_ @ state
+        outputs.append(from_state_ @ state + within_ @ new)
+        state = state * decay_ + to_state_ @ new
+    out_NHCV = torch.cat(outputs)
+    return out_NHCV.transpose(1, 2).flatten(0, 1).index_select(0, layout.places_T)
+
+
+def _spread(x: Tensor, layout: ChunkLayout) -> Tensor:
+    """Put the tokens of [T, H, ...] into chunks [N, H, C, ...], with zeros at empty places."""
+    empty = x.new_zeros(layout.chunks * layout.size, *x.shape[1:])
+    placed = empty.index_copy(0, layout.places_T, x)
+    return placed.view(layout.chunks, layout.size, *x.shape[1:]).transpose(1, 2)
+
+
+def delta_rule_slots(inputs: DeltaInputs, states_BHKV: Tensor, runs: SlotRuns) -> Tensor:
+    """Compute y [T, H, V] of an engine's step, and write the states of its slots. Rows outside of runs get zeros."""
+    out_THV = torch.zeros_like(inputs.value_THV)
+    states = states_BHKV[runs.slots_R]
+    decay = inputs.decay_TH.exp()
+    for step in range(runs.lengths[0] if runs.lengths else 0):
+        going = sum(length > step for length in runs.lengths)
+        rows, state = runs.starts_R[:going] + step, states[:going]
+        key = inputs.key_THK[rows][..., None]
+        state *= decay[rows][..., None, None]
+        error = inputs.value_THV[rows] - (state * key).sum(dim=-2)
+        state += key * (error * inputs.beta_TH[rows][..., None])[..., None, :]
+        out_THV[rows] = (state * inputs.query_THK[rows][..., None]).sum(dim=-2)
+    states_BHKV[runs.slots_R] = states
+    return out_THV
