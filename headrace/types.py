@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.metrics import Metrics
+from headrace.pictures import PICTURE_MARK, Picture, PlacedImage
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -55,6 +56,10 @@ class Message:
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()  # of an assistant turn
     tool_call_id: str | None = None  # of a `tool` message: the call it answers
+    images: tuple[Picture, ...] = ()  # in order; each stands where `content` has a PICTURE_MARK
+
+    def __post_init__(self) -> None:
+        assert not self.images or self.content.count(PICTURE_MARK) == len(self.images)
 
 
 def wire_message(message: Message) -> dict[str, Any]:
@@ -161,6 +166,7 @@ class SampleRequest:
     # Ask for `prefix_logprobs` under the current weights: of every token of the prompt and of `continue_from` from this
     # index on (1 or later). A sampler that prefills them anyway may answer; others return None.
     score_from: int | None = None
+    images: tuple[PlacedImage, ...] = ()  # of the prompt
 
     @property
     def num_given(self) -> int:
@@ -217,6 +223,7 @@ class Step:
     state: str | None = None  # anchor key of the state the action was taken in
     reward: float = 0.0  # from the environment
     valid: bool = True  # the environment accepted the action
+    images: tuple[PlacedImage, ...] = field(default=(), compare=False)  # of the prompt
 
 
 class EndReason(StrEnum):
@@ -384,6 +391,7 @@ class Datum:
     temperature: float = 1.0  # log-probs are computed from logits divided by it
     unit: int | None = None  # data of one unit (a pair, a group) are never split over micro-batches
     experts: ExpertArray | None = None  # [T, routers, K]: the experts of each input, to be replayed
+    images: tuple[PlacedImage, ...] = ()  # at positions of `inputs`
 
     def __post_init__(self) -> None:
         assert self.inputs.ndim == 1
