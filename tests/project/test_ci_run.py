@@ -12,9 +12,13 @@ from support.paths import ROOT
 SCRIPT = ROOT / ".ci/run"
 MAKE = """#!/bin/sh
 echo "$*" >> "$CALLS"
-[ "$*" != "$ENDLESS" ] || sleep 60
+case "$*" in *"$ENDLESS") sleep 60 ;; esac
 for target in "$@"; do
-    case " $FAILING " in *" $target "*) echo "1 failed, 2 passed in 3.21s"; exit 2 ;; esac
+    case " $FAILING " in *" $target "*)
+        echo "FAILED tests/test_a.py::test_b - assert"
+        echo "1 failed, 2 passed in 3.21s"
+        exit 2 ;;
+    esac
 done
 case "$*" in
     demo | test-wheel) echo "no tests of pytest" ;;
@@ -26,7 +30,8 @@ LONG = {  # minutes
     "test-ranks": 15, "test-cookbook": 12, "test-chaos": 17, "test-ray": 18, "test-vllm": 30, "test-site": 18,
     "test-sandbox": 15, "test-harnesses": 15,
 }  # fmt: skip
-ALL = ["demo", "-k check test", "test-wheel", "test-slow", *LONG]
+ALL = ["demo", "-k check test", "test-wheel", *(f"-k {name}" for name in ("test-slow", *LONG))]
+AGAIN = " PYTEST_ARGS=--last-failed --last-failed-no-failures=none"
 
 
 class Ended:
@@ -45,7 +50,7 @@ def ci_run(
     *,
     script: Path = SCRIPT,
     failing: str = "",
-    endless: str = "none",
+    endless: str = "no target",
     budget_s: int = 5100,
     make: str = MAKE,
 ) -> Ended:
@@ -72,24 +77,24 @@ def test_every_suite_runs_and_the_last_line_is_that_of_make_test(tmp_path: Path)
     ended = ci_run(tmp_path)
     assert (ended.status, ended.calls) == (0, ALL)
     assert ended.last == "1503 passed, 4 skipped in 412.05s (0:06:52)"
-    ran = ["test" if call.endswith(" test") else call for call in ALL]
+    ran = [call.split()[-1] for call in ALL]
     assert list(ended.rows) == ran
     assert all(" passed " in ended.rows[name] for name in ran)
     assert "12 passed, 1500 deselected" in ended.rows["test-slow"]
 
 
-@pytest.mark.parametrize("target", ["demo", "check", "test-wheel"])
+@pytest.mark.parametrize("target", ["demo", "test-wheel"])
 def test_a_failed_suite_hides_no_other_and_fails_the_whole(tmp_path: Path, target: str) -> None:
     ended = ci_run(tmp_path, failing=target)
     assert (ended.status, ended.calls) == (1, ALL)
-    row = ended.rows["test" if target == "check" else target]
+    row = ended.rows[target]
     assert " failed " in row
     assert row.endswith("1 failed, 2 passed in 3.21s")
 
 
 def test_what_no_longer_fits_is_left_out(tmp_path: Path) -> None:
     ended = ci_run(tmp_path, budget_s=30 * 60 - 1)  # less than test-slow and test-vllm may take, more than the others
-    assert ended.calls == [name for name in ALL if name not in ("test-slow", "test-vllm")]
+    assert ended.calls == [name for name in ALL if name not in ("-k test-slow", "-k test-vllm")]
     assert " left out " in ended.rows["test-slow"]
     assert "required; its limit is 30:00 min" in ended.rows["test-slow"]
     assert ended.status == 1
@@ -107,18 +112,30 @@ def test_an_optional_suite_may_be_left_out(tmp_path: Path) -> None:
     assert ended.status == 0
 
 
-@pytest.mark.parametrize("target", ["test-slow", "test-ray"])
-def test_a_suite_of_real_processes_runs_what_failed_once_more(tmp_path: Path, target: str) -> None:
+@pytest.mark.parametrize("target", ["test", "test-slow", "test-ray"])
+def test_what_failed_runs_once_more(tmp_path: Path, target: str) -> None:
     ended = ci_run(tmp_path, failing=target)
     assert ended.calls == [
-        each for name in ALL for each in ((name, f"{name} PYTEST_ARGS=--last-failed") if name == target else (name,))
+        each for name in ALL for each in ((name, name + AGAIN) if name.split()[-1] == target else (name,))
     ]
     assert " failed " in ended.rows[target]
     assert ended.status == 1
     (tmp_path / "second").mkdir()
-    once = ci_run(tmp_path / "second", failing=target, make=MAKE.replace("exit 2", "[ $# -gt 1 ] || exit 2"))
+    once = ci_run(
+        tmp_path / "second", failing=target, make=MAKE.replace("exit 2", 'case "$*" in *--last*) ;; *) exit 2 ;; esac')
+    )
     assert " passed " in once.rows[target]
     assert once.status == 0
+    assert once.lines[once.lines.index("failed at least once:") + 1] == "tests/test_a.py::test_b"
+
+
+def test_an_optional_suite_that_reaches_its_limit_is_cut_off(tmp_path: Path) -> None:
+    changed = tmp_path / "ci/run"
+    changed.parent.mkdir()
+    changed.write_text(SCRIPT.read_text().replace("limit_s=$((limit * 60))", "limit_s=$((limit / 15))"))
+    ended = ci_run(tmp_path, script=changed, endless="test-ranks")
+    assert re.search(r" cut off .*stopped at its limit of 0:01 min$", ended.rows["test-ranks"])
+    assert ended.status == 0
 
 
 @pytest.mark.parametrize(("name", "limit"), LONG.items())
@@ -128,7 +145,7 @@ def test_a_long_suite_is_left_out_in_words_when_time_is_short(tmp_path: Path, na
     short.parent.mkdir()
     short.write_text(text)
     ended = ci_run(tmp_path, script=short, budget_s=limit * 60 - 1)
-    assert name not in ended.calls
+    assert f"-k {name}" not in ended.calls
     assert f"optional; its limit is {limit}:00 min, the budget has" in ended.rows[name]
     assert any(line.startswith(f"== {name} left out: optional; its limit is {limit}:00 min") for line in ended.lines)
     assert ended.status == 0
