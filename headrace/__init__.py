@@ -44,8 +44,7 @@ Modules that all of them may use:
 - `render` converts messages to tokens and back; `tool_calls` parses tool calls in a model's text.
 - `metrics` has metrics that carry their reduction; `names` lists the names that a configuration may use.
 - `storage` writes files and folders that survive crashes, and locks folders.
-- `retry` repeats requests; `user_code` loads a user's functions; `watchdog` tells what has not moved for long.
-- `thread_pool` starts the threads of an event loop; `early_interrupt` ends a process that has begun nothing.
+- `retry` repeats requests; `user_code` loads a user's functions; `process` has threads, stalls and an early Ctrl-C.
 - `pictures` defines image files, what a model reads of them, and where they stand in a sequence.
 - `printable` renders foreign text for logs and terminals; `testing` has a public fake for each protocol.
 """

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from headrace import __version__
-from headrace.early_interrupt import end_at_once
 from headrace.errors import ConfigError, FolderLockedError, HeadraceError, Interrupted
 from headrace.printable import OneLineFormatter, later_lines_indented, visible
+from headrace.process.early_interrupt import end_at_once
 
 if TYPE_CHECKING:
     from rich.console import Console

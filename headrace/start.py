@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from headrace.early_interrupt import end_at_once
+from headrace.process.early_interrupt import end_at_once
 
 VARIABLE = "GLIBC_TUNABLES"
 AGAIN = "HEADRACE_STARTED_AGAIN"  # set in the restarted process

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace import cli, start
-from headrace.early_interrupt import NOTHING_BEGUN
+from headrace.process.early_interrupt import NOTHING_BEGUN
 
 
 class Replaced(Exception):

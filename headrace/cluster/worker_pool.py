@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from headrace.cluster.role_worker import LogLine
 from headrace.errors import EpisodeError, HeadraceError, RolloutError
+from headrace.process.watchdog import watching
 from headrace.retry import doubling
-from headrace.watchdog import watching
 
 logger = logging.getLogger(__name__)
 

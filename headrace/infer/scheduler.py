@@ -36,8 +36,8 @@ from headrace.infer.sampling import SampledTokens
 from headrace.infer.slot_cache import SlotCache
 from headrace.model.attention import PromptChunk
 from headrace.model.multi_lora import BASE
+from headrace.process.watchdog import beat
 from headrace.types import StopReason
-from headrace.watchdog import beat
 
 QUIET_S, MOST_QUIET_S = 0.004, 0.1  # wait for more requests until none came for so long, and at most so long
 

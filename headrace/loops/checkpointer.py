@@ -20,8 +20,8 @@ from typing import Any, Protocol, TypeVar
 from headrace.errors import FolderLockedError, HeadraceError, Interrupted, RolloutError, RunFolderError, StorageError
 from headrace.loops.evaluate import EvalResult
 from headrace.observe.machine import return_free_memory
+from headrace.process.watchdog import watching_thread
 from headrace.protocols import TrainBackend
-from headrace.watchdog import watching_thread
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from headrace.errors import RolloutError
 from headrace.loops.episode_metrics import eval_metrics
 from headrace.metrics import Metric
+from headrace.process.watchdog import watching
 from headrace.types import Group, Task
-from headrace.watchdog import watching
 
 MAX_TASKS_AT_ONCE = 256
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 
 from headrace.errors import BackendError, HeadraceError
-from headrace.watchdog import watching_thread
+from headrace.process.watchdog import watching_thread
 
 R = TypeVar("R")
 # Held while transformers makes or loads a model: it replaces functions of its own classes meanwhile, among them the one

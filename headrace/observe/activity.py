@@ -1,9 +1,9 @@
 """Record what the parts of a run are doing, second by second, for readers that follow the run through its folder.
 
-The recorder hears of all work that the watchdog knows (`headrace.watchdog.observing`) and adds up how long each part
-was busy, and what else was going on while the trainer waited for a batch. A thread writes one line each second to
-activity.jsonl, which keeps the last half hour: the file is bounded, and losing it loses nothing of the run. The same
-shares of each training step are metrics under `perf/`.
+The recorder hears of all work that the watchdog knows (`headrace.process.watchdog.observing`) and adds up how long
+each part was busy, and what else was going on while the trainer waited for a batch. A thread writes one line each
+second to activity.jsonl, which keeps the last half hour: the file is bounded, and losing it loses nothing of the run.
+The same shares of each training step are metrics under `perf/`.
 """
 
 import json
@@ -20,8 +20,8 @@ from typing import Any, Self
 from headrace.errors import HeadraceError
 from headrace.observe.json_lines import json_line
 from headrace.printable import single_line
+from headrace.process.watchdog import EVENT_LOOP, SAMPLER_REQUEST, observing, open_activities
 from headrace.protocols import MetricSink
-from headrace.watchdog import EVENT_LOOP, SAMPLER_REQUEST, observing, open_activities
 
 logger = logging.getLogger(__name__)
 

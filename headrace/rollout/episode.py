@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from headrace.errors import EpisodeError, HeadraceError, Interrupted, RolloutError, boundary
+from headrace.process.watchdog import watching
 from headrace.protocols import Env, Sampler, env_flags
 from headrace.render import Renderer
 from headrace.rollout.partial_rollout import PartialEpisode
@@ -34,7 +35,6 @@ from headrace.types import (
     StopReason,
     Task,
 )
-from headrace.watchdog import watching
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from headrace.algo.random import derive_seed
 from headrace.errors import EpisodeError, HeadraceError, Interrupted, boundary
+from headrace.process.watchdog import watching
 from headrace.protocols import Env, RewardRunner, Sampler
 from headrace.render import Renderer
 from headrace.rollout.episode import EndRules, run_episode, run_sampled_episode, time_limit
@@ -31,7 +32,6 @@ from headrace.types import (
     ScoredEpisode,
     Task,
 )
-from headrace.watchdog import watching
 
 logger = logging.getLogger(__name__)
 

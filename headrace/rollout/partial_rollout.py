@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from headrace.errors import EpisodeError, RolloutError, SamplerError
+from headrace.process.watchdog import SAMPLER_REQUEST, noting
 from headrace.protocols import Sampler
 from headrace.rollout.group_json import from_json, to_json
 from headrace.rollout.next_logprobs import (
@@ -40,7 +41,6 @@ from headrace.types import (
     Step,
     StopReason,
 )
-from headrace.watchdog import SAMPLER_REQUEST, noting
 
 R = TypeVar("R", Episode, FailedEpisode, Episode | FailedEpisode)
 MAX_IDLE_INTERRUPTS = 1000  # updates in a row without one new token

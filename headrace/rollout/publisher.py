@@ -12,9 +12,9 @@ from enum import StrEnum
 from typing import TypeVar
 
 from headrace.errors import ConfigError, HeadraceError, RolloutError, boundary
+from headrace.process.watchdog import watching
 from headrace.protocols import Sampler, sampler_flags
 from headrace.types import WeightsHandle
-from headrace.watchdog import watching
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from headrace.errors import HeadraceError, JournalError, boundary
 from headrace.observe.machine import return_free_memory
+from headrace.process.watchdog import Watchdog
 from headrace.service.evaluation.completion_rewards import RewardRule
 from headrace.service.evaluation.evaluate_policy import Evaluator
 from headrace.service.evaluation.reference_scoring import References, Score
@@ -35,7 +36,6 @@ from headrace.service.telemetry import Telemetry
 from headrace.service.training.model_creation import ModelCreation
 from headrace.service.training.training_queue import TrainingQueue
 from headrace.service.training.training_requests import TrainingRequests
-from headrace.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 RECENT_S = 60.0  # for which outcomes stay in memory

@@ -13,8 +13,8 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from headrace.errors import CheckpointError, StorageError
+from headrace.process.watchdog import beat
 from headrace.storage import atomic_files
-from headrace.watchdog import beat
 
 MANIFEST = "manifest.json"
 _HASH_CHUNK_BYTES = 1 << 20

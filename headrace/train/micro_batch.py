@@ -22,10 +22,10 @@ from headrace.model.device import to_device, wide
 from headrace.model.experts import ExpertTally, Routing, check_auxiliary_loss, num_experts, routing_shape
 from headrace.model.load import LanguageModel
 from headrace.model.value_head import scalars
+from headrace.process.watchdog import beat
 from headrace.train.batch import BoundLoss, call_loss, concat_arrays, packed_targets
 from headrace.train.optimizer import MasterAdamW
 from headrace.types import Datum, FloatArray, float_array
-from headrace.watchdog import beat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

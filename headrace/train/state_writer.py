@@ -5,7 +5,7 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wa
 from contextlib import suppress
 
 from headrace.errors import BackendError, boundary
-from headrace.watchdog import watching_thread
+from headrace.process.watchdog import watching_thread
 
 
 class StateWriter:

@@ -32,6 +32,7 @@ from headrace.observe.sinks.progress import Progress
 from headrace.observe.sinks.tee import EverySink, TeeSink
 from headrace.observe.sinks.tensorboard import TensorBoardSink, tensorboard_installed
 from headrace.observe.sinks.training_health import TrainingHealth
+from headrace.process.watchdog import watching_thread
 from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
@@ -39,7 +40,6 @@ from headrace.storage.adapter_files import BESIDE
 from headrace.storage.hub import HubCommit
 from headrace.train.checkpoint import LoadedCheckpoint, read_checkpoint
 from headrace.train.fsdp.ranks import Ranks
-from headrace.watchdog import watching_thread
 from headrace.wiring.build.agent_endpoint import AgentEndpoint
 from headrace.wiring.build.cluster_roles import make_roles, places_engines, role_places
 from headrace.wiring.build.episodes import eval_player

@@ -21,11 +21,11 @@ from headrace.loops.reward_model import RewardModelSettings, train_reward_model
 from headrace.loops.rl import RlSettings, train_rl
 from headrace.loops.sft import SftSettings, train_sft
 from headrace.observe.machine import FROZEN_BY_PYTHON
+from headrace.process.watchdog import watching_thread
 from headrace.reward.reward_runner import PartNames
 from headrace.rollout.executor.stats import SamplerUtilization
 from headrace.rollout.publisher import Publisher
 from headrace.types import Episode, FailedEpisode, WeightsHandle
-from headrace.watchdog import watching_thread
 from headrace.wiring.build.episodes import distill_player
 from headrace.wiring.build.extra_models import make_critic, make_kl_limit, make_scorers, open_frozen
 from headrace.wiring.build.loss import make_preference_loss

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.errors import FolderLockedError
 from headrace.observe.activity import ActivityRecorder, ActivitySink, lane_of
-from headrace.watchdog import SAMPLER_REQUEST, noting, watching
+from headrace.process.watchdog import SAMPLER_REQUEST, noting, watching
 
 
 class Clock:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from headrace import watchdog, wiring
+from headrace import wiring
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.scheduler import Scheduler
 from headrace.model.tiny import save_tiny
+from headrace.process import watchdog
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.train.checkpoint import CheckpointStore
 from headrace.train.micro_batch import MicroBatchRunner

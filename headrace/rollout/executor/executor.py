@@ -22,6 +22,7 @@ from typing import Any, Protocol, Self
 
 from headrace.algo.staleness import Verdict
 from headrace.errors import CheckpointError, DataError, HeadraceError, RolloutError, boundary
+from headrace.process.watchdog import watching
 from headrace.rollout.executor.admission import Admission, Limit
 from headrace.rollout.executor.drops import describe_running, has_too_few_episodes, why_failed
 from headrace.rollout.executor.ledger import Drop, GroupEntry, GroupState
@@ -37,7 +38,6 @@ from headrace.rollout.next_logprobs import NextVersionScorer, score_all
 from headrace.rollout.partial_rollout import PartialRollouts
 from headrace.rollout.publisher import Publisher
 from headrace.types import Group, Task, WeightsHandle
-from headrace.watchdog import watching
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import LanguageModel, fingerprint, full_copy, shared_view
 from headrace.model.multi_lora import BASE, Adapter, AdapterTable, install_hooks
+from headrace.process.watchdog import watching_thread
 from headrace.service.host.hosted_model import HostedModel, adapter_of, make_hosted_model, on_cpu, with_weights
 from headrace.service.host.kl_bound import KlBound, bounded_data, bounded_step
 from headrace.service.host.model_files import SavedModel, base_of, is_full, read_adapter, read_model, write_model
@@ -49,7 +50,6 @@ from headrace.types import (
     float_array,
     int_array,
 )
-from headrace.watchdog import watching_thread
 
 R = TypeVar("R")
 REMEMBERED = 1000  # evicted samplers

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from headrace import __version__
 from headrace.errors import RequestError
+from headrace.process.thread_pool import start_pool
 from headrace.render import Renderer
 from headrace.service.core import Service
 from headrace.service.host.model_host import AdapterSpec
@@ -30,7 +31,6 @@ from headrace.service.requests.request_table import Done, Failed, PendingRequest
 from headrace.service.store.checkpoint_copy import copy_weights
 from headrace.service.store.entities import rank_of
 from headrace.service.wire.messages import decompress
-from headrace.thread_pool import start_pool
 
 FLAGS: dict[str, object] = {
     "pjwt_auth_enabled": False,

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from headrace.errors import ConfigError, JournalError, boundary
+from headrace.process.watchdog import watching_thread
 from headrace.storage import atomic_files
-from headrace.watchdog import watching_thread
 
 logger = logging.getLogger(__name__)
 

@@ -23,6 +23,7 @@ from headrace.model import head
 from headrace.model.attention import make_packed
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.value_head import has_scalar_head
+from headrace.process.watchdog import beat
 from headrace.train.batch import BoundLoss, bind_loss
 from headrace.train.fsdp import checkpoints
 from headrace.train.fsdp.dealing import Share
@@ -49,7 +50,6 @@ from headrace.types import (
     UpdateOut,
     float_array,
 )
-from headrace.watchdog import beat
 
 OWN_LOSS = "\0own"  # in place of the name of a loss that every rank makes itself (`BackendOptions.make_loss`)
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from headrace.errors import RanksLostError, boundary
 from headrace.model.load import no_progress_bars
+from headrace.process.watchdog import EXIT_STALLED
 from headrace.train.fsdp.launch import RankPlace, open_store
 from headrace.train.fsdp.rank_backend import RankBackend, run_part
 from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, RankGroup, join_group
-from headrace.watchdog import EXIT_STALLED
 
 
 def serve_rank(place: RankPlace, *, device: str, deadline_s: float) -> None:

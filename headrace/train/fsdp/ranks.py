@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 
 from headrace.errors import RanksLostError
+from headrace.process.watchdog import beat
 from headrace.train.fsdp.launch import RankPlace, open_store
 from headrace.train.fsdp.rank_backend import ElsewhereError, RankBackend, run_part
 from headrace.train.fsdp.saving import SavingGroup
-from headrace.watchdog import beat
 
 GRACE_S = 3.0  # for the cause of a failure to show: a broken connection is only its effect
 END_S = 10.0  # for a process that was killed to be gone

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from headrace.errors import BackendError, HeadraceError, boundary
+from headrace.process.watchdog import watching_thread
 from headrace.train.optimizer import copy_to
-from headrace.watchdog import watching_thread
 
 POLL_S = 1.0
 

@@ -11,9 +11,9 @@ from headrace.loops.kl_limit import COEF, KlLimit
 from headrace.loops.step_batch import Score, backend_scorer, required_arrays
 from headrace.loops.update import Updater
 from headrace.names import REWARD_MODEL
+from headrace.process.watchdog import watching_thread
 from headrace.protocols import TrainBackend
 from headrace.types import LossSpec
-from headrace.watchdog import watching_thread
 from headrace.wiring.build.loss import make_adam
 from headrace.wiring.build.models import whole
 from headrace.wiring.inputs import RlFunctions

@@ -38,11 +38,11 @@ from headrace.observe.report.run_report import write_report
 from headrace.observe.run_folder import RunFolder, is_bare
 from headrace.observe.run_warnings import RunWarnings, keeping_warnings
 from headrace.observe.sinks.jsonl import JsonlSink, check_records
+from headrace.process.thread_pool import start_pool
+from headrace.process.watchdog import Watchdog
 from headrace.storage.folder_lock import FolderLock, hold_folder
 from headrace.storage.hub import HubCommit
-from headrace.thread_pool import start_pool
 from headrace.train.checkpoint import LoadedCheckpoint, checkpoint_name, read_checkpoint
-from headrace.watchdog import Watchdog
 from headrace.wiring.build.models import load_tokens, starting_model
 from headrace.wiring.build.sinks import MetricOutputs
 from headrace.wiring.epochs import describe_epochs, has_epochs, loaded_rows, with_any_steps, with_steps

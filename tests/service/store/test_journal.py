@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ConfigError, JournalError
+from headrace.process.watchdog import Watchdog
 from headrace.service.store.journal import (
     Journal,
     JournalRow,
@@ -31,7 +32,6 @@ from headrace.service.store.journal import (
     remove,
 )
 from headrace.service.store.registry import Registry
-from headrace.watchdog import Watchdog
 from support.tinker_sdk import until
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from headrace import watchdog
 from headrace.config.introspect import default_of, keys
+from headrace.process import watchdog
+from headrace.process.watchdog import Watchdog, beat, describe_tasks, open_activities, watching, watching_thread
 from headrace.service import core
 from headrace.service.settings import Limits
-from headrace.watchdog import Watchdog, beat, describe_tasks, open_activities, watching, watching_thread
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def told(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    caplog.set_level(logging.WARNING, logger="headrace.watchdog")
+    caplog.set_level(logging.WARNING, logger="headrace.process.watchdog")
     return caplog
 
 
@@ -97,7 +97,7 @@ def test_work_on_the_thread_of_the_event_loop_beats_for_it_and_a_long_load_does_
 GREEDY = """
 import ctypes, sys, time
 from pathlib import Path
-from headrace.watchdog import Watchdog
+from headrace.process.watchdog import Watchdog
 log = Path(sys.argv[1])
 def keep_the_interpreter():
     ctypes.PyDLL(None).sleep(2)  # it does not let other threads run
@@ -208,7 +208,7 @@ def test_tasks_are_told_by_the_place_where_they_wait() -> None:
 
 ENDLESS = """
 import time
-from headrace.watchdog import Watchdog, watching
+from headrace.process.watchdog import Watchdog, watching
 with Watchdog(tell_s=0.1, end_s=0.3, go_on="; resume it"), watching("the trainer"):
     time.sleep(600)
 """

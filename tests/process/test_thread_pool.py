@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from headrace.thread_pool import start_pool
+from headrace.process.thread_pool import start_pool
 
 
 def test_the_number_of_threads_does_not_grow_with_work() -> None:

@@ -1,0 +1,7 @@
+"""The process itself: how Ctrl-C ends it early, its threads, and what it waits for.
+
+- `early_interrupt`: ends a process on Ctrl-C before it has begun anything.
+- `thread_pool`: starts the threads of an event loop's pool at once.
+- `watchdog`: tells what has not moved for long, with the stacks of all threads.
+- `mkl`: asks MKL for products whose rows do not depend on each other.
+"""
