@@ -14,3 +14,7 @@
 - `compute_thread.py` is the thread on which requests run in order.
 - `cpu/` and `cuda/` have the fast paths of each kind of device.
 """
+
+from headrace.process.mkl import ask_for_stable_rows
+
+ask_for_stable_rows()  # before the first matrix product, at which MKL reads its variable
