@@ -2,7 +2,10 @@
 
 import gc
 import logging
+import signal
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("headrace", deadline=None)  # a busy machine is no failure; pytest limits every test's time
@@ -11,6 +14,16 @@ settings.load_profile("headrace")
 logging.getLogger("tinker.lib.internal_client_holder").addFilter(
     lambda record: not record.getMessage().startswith("Session heartbeat failed")
 )
+
+
+@pytest.fixture(autouse=True)
+def _signals_of_the_test_runner() -> Iterator[None]:
+    """Give the next test the handlers of this one: commands that end here by an exception leave theirs."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 def pytest_collection_finish() -> None:

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from headrace.algo.random import WEYL_INCREMENT, splitmix64
 
-# Fingerprints in checkpoints hold class names; these classes had other names in version 0.1.
 # Fields that classes got after their first fingerprints: they only count if they are set.
-_ADDED = {("ToolConversation", "weights")}
+_ADDED = {("ToolConversation", "weights"), ("Message", "images")}
+# Fingerprints in checkpoints hold class names; these classes had other names in version 0.1.
 _SAVED_NAMES = {"ToolConversation": "ToolTalk", "PreferencePair": "Pair"}
 
 
