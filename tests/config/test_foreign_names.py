@@ -1,5 +1,7 @@
 """Names of other libraries: the answers to unknown keys, and the page that lists them."""
 
+import re
+import tomllib
 from collections import Counter
 from importlib import import_module
 from pathlib import Path
@@ -13,8 +15,10 @@ from headrace.config import check, load_config
 from headrace.config.foreign_names import FOREIGN_NAMES, ForeignName, names_page
 from headrace.config.introspect import keys
 from headrace.errors import ConfigError
+from headrace.rollout.filters import named_filter
 from support.paths import DOCS, ROOT
 
+TABLE = re.compile(r"\{[^}]*\}")  # of TOML, in a note
 KNOWN = {path for path, _, _ in keys()}
 
 
@@ -50,6 +54,14 @@ def test_every_place_is_there() -> None:
             there = (ROOT / place).is_file()
         missing += [] if there else [place]
     assert missing == []
+
+
+def test_filters_are_written_as_they_work() -> None:
+    written = [table for entry in FOREIGN_NAMES if "rl.filters" in entry.ours for table in TABLE.findall(entry.note)]
+    assert len(written) > 5
+    for table in written:
+        options = tomllib.loads(f"filter = {table}")["filter"]
+        named_filter(options.pop("fn"), options)
 
 
 def test_a_name_is_listed_once() -> None:
