@@ -4,7 +4,8 @@
 - `load_toml`: load the tree from TOML text and overrides, and turn it back into TOML.
 - `aliases`: the old names of keys, still read with a warning.
 - `refusals`: what other frameworks have and this one does not, refused by name.
-- `foreign_names`: names of other libraries' settings, answered with ours.
+- `foreign_names`: names of other libraries' settings, answered with ours; `framework_names`: those of the frameworks
+  whose classes, functions and files are listed too.
 - `presets`: the short names of `rl.algorithm`.
 - `paths`: find the paths that a configuration names, and make them absolute.
 - `checks/`: find what cannot work before anything is loaded (`check`).

@@ -4,20 +4,10 @@ One table feeds the answers to unknown keys and the page `docs/names.md` (`docs/
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from headrace.config.framework_names import FRAMEWORK_NAMES, NO_KEY, ForeignName
 from headrace.config.refusals import refused_names
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ForeignName:
-    """A setting of another library, and what to write here."""
-
-    library: str
-    name: str  # dotted where the library's is
-    ours: tuple[str, ...]  # keys, some with a value: 'rl.algorithm = "dapo"'
-    note: str = ""
 
 
 def _trl(name: str, *ours: str, note: str = "") -> ForeignName:
@@ -36,35 +26,6 @@ def _tinker(name: str, *ours: str, note: str = "") -> ForeignName:
     return ForeignName(library="Tinker", name=name, ours=ours, note=note)
 
 
-def _areal(name: str, *ours: str, note: str = "") -> ForeignName:
-    return ForeignName(library="AReaL", name=name, ours=ours, note=note)
-
-
-def _reward_kit(name: str, *ours: str, note: str = "") -> ForeignName:
-    return ForeignName(library="reward-kit", name=name, ours=ours, note=note)
-
-
-def _rollouts(name: str, *ours: str, note: str = "") -> ForeignName:
-    return ForeignName(library="rollouts", name=name, ours=ours, note=note)
-
-
-_PART = "a part of `ExecutorParts`, which `build_executor` takes (docs/async.md)"
-
-
-def _retrain(name: str, *ours: str, note: str = "") -> ForeignName:
-    return ForeignName(library="retrain", name=name, ours=ours, note=note)
-
-
-def _signal(name: str, *ours: str, note: str = "") -> ForeignName:
-    return ForeignName(library="Signal", name=name, ours=ours, note=note)
-
-
-_STORED = (
-    "no key: every step is one transaction of the run's data buffer, rollouts and numbers together "
-    "(docs/run-folder.md); rl.save says which episodes are kept"
-)
-_CLIENT = "no key: the client is the public tinker SDK (docs/tinker.md), whose every request is a future"
-NO_KEY = "no key: "  # begins the note of a setting that has no counterpart
 _OPTIMIZERS = ("sft.optimizer", "dpo.optimizer", "reward_model.optimizer", "rl.optimizer")
 _BATCHES = ("sft.batch_size", "dpo.batch_size", "reward_model.batch_size", "rl.groups")
 _MICRO = (
@@ -194,6 +155,7 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     _verl("algorithm.kl_penalty", "rl.critic.kl_estimator"),
     _verl("algorithm.filter_groups.enable", "rl.filters", note='{ fn = "reward_spread" }'),
     _verl("algorithm.norm_adv_by_std_in_grpo", "rl.credit", note='"dr_grpo" does not scale'),
+    _verl("gae", 'rl.credit = "token_gae"', note="with a table [rl.critic]"),
     _verl("kl_coef", "rl.loss_params", "rl.critic.kl_coef", note='with a loss such as "ppo + reference_kl_k3"'),
     _verl("adv_estimator", "rl.credit", "rl.algorithm", note="gae: token_gae, with a table [rl.critic]"),
     _verl("critic.optim.lr", "rl.critic.optimizer.learning_rate"),
@@ -264,91 +226,7 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     _tinker("save_every", "checkpoint.every"),
     _tinker("log_path", "run.folder"),
     _tinker("wandb_name", "run.name"),
-    # --- AReaL: segment-wise decoupled PPO
-    _areal("enable_segment_wise_ppo", 'rl.algorithm = "segment_wise_ppo"', note="one switch for loss, lag and weights"),
-    _areal("max_head_offpolicyness", "rl.async.max_staleness"),
-    _areal("max_concurrent_rollouts", "rl.async.max_running", note="groups, not episodes"),
-    _areal("register_capacity_modifier", "rl.async.limits", note="in code: `RolloutExecutor.register_limit`"),
-    _areal("capacity_modifiers", "rl.async.limits", note="they can only lower capacity"),
-    _areal("filtered_capacity_modifier", "rl.filters", note="a rejected group gives its place back at once"),
-    _areal("output_queue", note="`ready`, " + _PART),
-    _areal("result_cache", "rl.async.replay_groups", note="in code `replay`, " + _PART),
-    _areal("proximal_recomputer", 'rl.async.behaviour_weight = "one_step"', note="in code `scorer`, " + _PART),
-    _areal("staleness_strategy", "rl.async.stale_action", note="in code `policy`, " + _PART),
-    _areal("consumer_batch_size", "rl.groups"),
-    _areal("gconfig.n_samples", "rl.group_size"),
-    _areal("gconfig.max_new_tokens", "rl.sampling.max_tokens"),
-    _areal("use_decoupled_loss", 'rl.loss = "decoupled_ppo"'),
-    _areal("behav_imp_weight_cap", "rl.async.weight_cap"),
-    # --- reward-kit: rewards of steps, GiGPO
-    _reward_kit(
-        "state_hashing_function",
-        "rl.anchor",
-        note="how states are compared; file.py:function is one of the choices",
-    ),
-    _reward_kit(
-        "omega", "rl.credit_params", note="omega is its number: the weight of the step's part of the advantage"
-    ),
-    _reward_kit("EPISODES_PER_BATCH_GROUP", "rl.group_size"),
-    _reward_kit(
-        "reward_function", "rl.rewards", note="fn = file.py:function; the decorator is not needed, and is understood"
-    ),
-    _reward_kit(
-        "base_reward",
-        "rl.rewards[].default_step_reward",
-        note="base_reward of a StepOutput is read as it is; steps without one get this",
-    ),
-    _reward_kit(
-        "RLRolloutWorker", note="no key: [rl] plays its tasks; cluster.rollout_workers puts that into processes"
-    ),
-    # --- rollouts
-    _rollouts("baseline", 'rl.credit = "reinforce"', "rl.credit_params", note="{ baseline = 0.5 }"),
-    _rollouts("over_sampling_factor", "rl.async.oversampling"),
-    _rollouts("n_samples_per_prompt", "rl.group_size"),
-    _rollouts("checkpoint_every", "checkpoint.every"),
-    _rollouts("compute_advantages", "rl.credit", note="a name, or a function of your own: file.py:function"),
-    _rollouts("log_every", "run.log_every", note="metrics.jsonl has every step all the same"),
-    _rollouts("num_steps", "sft.steps", "rl.steps"),
-    _rollouts("sync_every", "rl.sync_every"),
-    _rollouts("reward_fn", "rl.rewards"),
-    _rollouts("filter_fn", "rl.filters"),
-    _rollouts("inference_engines", "engine.type", "engine.urls"),
-    _rollouts(
-        "source_checkpoint", "model.path", note="a checkpoint folder; to go on with a run: headrace train --resume"
-    ),
-    _rollouts("FSDPTrainingBackend", "cluster.ranks"),
-    # --- retrain: GRPO on Ray
-    _retrain("databuffer", note=_STORED),
-    _retrain("store_rollout_data", note=_STORED),
-    _retrain(
-        "num_gpus", "cluster.ranks", "cluster.engine_replicas", note="devices are given to roles, not to algorithms"
-    ),
-    _retrain("num_cpus", "cluster.rollout_workers", "cluster.reward_workers"),
-    _retrain("backend", "model.device", note="auto finds CUDA, then Apple's GPU, then the CPU"),
-    _retrain("mbridge", "cluster.ranks", note="there is no Megatron: models are sharded with FSDP2"),
-    _retrain("DRGRPO", 'rl.algorithm = "drgrpo"', note="GRPO and a discriminative loss; dr_grpo is another"),
-    # --- Signal: advanced features of a training service
-    _signal(
-        "SIGNAL_ENABLE_FUTURES", note="no key: every request is a future, always; .result() at once is the old way"
-    ),
-    _signal("enable_futures", note="no key: every request is a future, always; .result() at once is the old way"),
-    _signal("AsyncTrainingClientV2", note=_CLIENT),
-    _signal("FutureGroup", note=_CLIENT + "; gather several with asyncio.gather"),
-    _signal("reward_modeling_loss", "reward_model.sources", note='at a service: the loss "bradley_terry"'),
-    _signal("compute_gae", 'rl.credit = "token_gae"', note="with a table [rl.critic]"),
-    _signal("loss_kwargs", "rl.loss_params", note="at a service: loss_fn_config"),
-    _signal("loss_fn", "rl.loss"),
-    _signal("use_gae", 'rl.algorithm = "ppo"', note="at a service: gae_gamma and gae_lambda in loss_fn_config"),
-    _signal("gae_lambda", "rl.critic.lam", note="at a service: the same name in loss_fn_config"),
-    _signal(
-        "old_log_probs",
-        note="no key: they are recorded when tokens are sampled (sampler_logprobs); at a service: the input logprobs",
-    ),
-    _signal("reference_model", "rl.reference", note="at a service: the same name in loss_fn_config"),
-    _signal(
-        "modal_runtime",
-        note="no key: it runs on your own hardware, one machine or a Ray cluster; there is no hosted provider",
-    ),
+    *FRAMEWORK_NAMES,
 )
 _BY_NAME: Mapping[str, ForeignName] = {entry.name: entry for entry in reversed(FOREIGN_NAMES)}
 
@@ -381,10 +259,23 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
         yield key
 
 
+def foreign_value_hint(key: str, name: str) -> str | None:
+    """Say what to write in place of an unknown name in `key`, such as a loss, that another library has; None if none.
+
+    >>> foreign_value_hint("rl.credit", "compute_gae")
+    "this is Signal's name; write 'rl.credit = \"token_gae\"' (with a table [rl.critic])"
+    """
+    entry = _BY_NAME.get(name)
+    return None if entry is None else f"this is {entry.library}'s name; {_instead(entry, key.partition('.')[0])}"
+
+
 def _instead(entry: ForeignName, table: str) -> str:
-    """Name our keys: those of the table that the unknown key is in, if there are any, else all."""
+    """Name our keys: those of the table that the unknown key is in, if there are any, else all; or places in code."""
     if not entry.ours and entry.note.startswith(NO_KEY):
         return f"there is no such key here: {entry.note.removeprefix(NO_KEY)}"
+    if not entry.ours and entry.places:
+        note = f" ({entry.note})" if entry.note else ""
+        return f"there is no such key here: see {' and '.join(_quoted(place) for place in entry.places)}{note}"
     if not entry.ours:
         return f"write  {entry.note}" if entry.note.startswith("headrace ") else f"here it is {entry.note}"
     fitting = [ours for ours in entry.ours if ours.partition(".")[0] == table] or list(entry.ours)
@@ -401,16 +292,17 @@ def names_page() -> str:
     lines = [
         "# Names of other libraries",
         "",
-        "What settings of TRL, verl, Axolotl, Tinker, AReaL, reward-kit, rollouts, retrain and Signal are called here.",
-        "A file that has one of these names is answered with ours. Where several keys stand in a row, each is of its",
-        "own stage. A row without a key says what takes the setting's place, or why there is none. Metrics have a",
-        "table of their own in [metrics.md](metrics.md). Written by `docs/make_names.py`.",
+        "What settings of TRL, verl, Axolotl, Tinker, AReaL, reward-kit, rollouts, retrain and Signal are called here,",
+        "of the last five also classes, functions, files and endpoints. A file that has one of these names is answered",
+        "with ours. Where several keys stand in a row, each is of its own stage; names that begin with `headrace.` are",
+        "imported from there. A row without a key says what takes the setting's place, or why there is none. Metrics",
+        "have a table of their own in [metrics.md](metrics.md). Written by `docs/make_names.py`.",
     ]
     for library in dict.fromkeys(entry.library for entry in FOREIGN_NAMES):
         lines += ["", f"## {library}", "", f"| {library} | here | |", "|---|---|---|"]
         for entry in FOREIGN_NAMES:
             if entry.library == library:
-                ours = ", ".join(f"`{key}`" for key in entry.ours)
+                ours = ", ".join(f"`{here}`" for here in (*entry.ours, *entry.places))
                 lines.append(f"| `{entry.name}` | {ours} | {entry.note} |")
     lines += ["", "## What is not here", "", "Refused by name, with these words:", "", "| keys | |", "|---|---|"]
     lines += [f"| {', '.join(f'`{name}`' for name in names)} | {words} |" for names, words in refused_names()]

@@ -1,13 +1,24 @@
 """Names of other libraries: the answers to unknown keys, and the page that lists them."""
 
-import pytest
+import re
+import tomllib
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
 
-from headrace.config import load_config
+import pytest
+import typer.main
+from typer import core
+
+from headrace.cli import app
+from headrace.config import check, load_config
 from headrace.config.foreign_names import FOREIGN_NAMES, ForeignName, names_page
 from headrace.config.introspect import keys
 from headrace.errors import ConfigError
-from support.paths import DOCS
+from headrace.rollout.filters import named_filter
+from support.paths import DOCS, ROOT
 
+TABLE = re.compile(r"\{[^}]*\}")  # of TOML, in a note
 KNOWN = {path for path, _, _ in keys()}
 
 
@@ -19,9 +30,42 @@ def test_the_page_is_the_table() -> None:
 
 @pytest.mark.parametrize("entry", FOREIGN_NAMES, ids=lambda entry: entry.name)
 def test_every_answer_is_a_key_that_exists(entry: ForeignName) -> None:
-    assert entry.ours or entry.note
+    assert entry.ours or entry.places or entry.note
     assert {ours.partition(" = ")[0] for ours in entry.ours} <= KNOWN
     assert entry.name not in KNOWN, "a key of ours is not unknown"
+
+
+def test_every_place_is_there() -> None:
+    """Names are imported, commands are those of the program, files are in the repository; tests/service/http/
+    test_openapi.py looks for routes."""
+    commands = typer.main.get_command(app)
+    assert isinstance(commands, core.TyperGroup)
+    missing = []
+    for place in dict.fromkeys(place for entry in FOREIGN_NAMES for place in entry.places):
+        first, _, rest = place.partition(" ")
+        if place.startswith("headrace."):
+            module, _, name = place.rpartition(".")
+            there = hasattr(import_module(module), name)
+        elif first == "headrace":
+            there = rest in commands.commands
+        elif rest:
+            there = first in ("GET", "POST")
+        else:
+            there = (ROOT / place).is_file()
+        missing += [] if there else [place]
+    assert missing == []
+
+
+def test_filters_are_written_as_they_work() -> None:
+    written = [table for entry in FOREIGN_NAMES if "rl.filters" in entry.ours for table in TABLE.findall(entry.note)]
+    assert len(written) > 5
+    for table in written:
+        options = tomllib.loads(f"filter = {table}")["filter"]
+        named_filter(options.pop("fn"), options)
+
+
+def test_a_name_is_listed_once() -> None:
+    assert [name for name, count in Counter(entry.name for entry in FOREIGN_NAMES).items() if count > 1] == []
 
 
 @pytest.mark.parametrize(
@@ -61,12 +105,34 @@ def test_every_answer_is_a_key_that_exists(entry: ForeignName) -> None:
         ("[rl]\ngroups_per_batch = 64", "this is Tinker's name; write 'rl.groups'"),
         ("[sft]\nlr_schedule = 'cosine'", "this is Tinker's name; write 'sft.optimizer.schedule.type'"),
         ("adapter = 'lora'", "this is Axolotl's name; write 'model.lora'"),
+        ("[rl]\ngamma = 0.5", "this is reward-kit's name; write 'rl.credit_params' or 'rl.critic.gamma'"),
+        ("[rl]\nloss_mask = true", "there is no such key here: see 'headrace.Datum' (its array `weights`;"),
+        ("[rl]\nStepOutput = 1", "there is no such key here: see 'headrace.reward.compat.models.StepOutput'"),
+        ("[rl]\nSignalFuture = 1", "there is no such key here: see 'headrace.service.client.RequestFuture' (awaited"),
         ("[rl]\nbaseline = 0.5", "write 'rl.credit = \"reinforce\"' or 'rl.credit_params' ({ baseline = 0.5 })"),
     ],
 )
 def test_a_foreign_name_is_answered_with_ours(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(text, file="run.toml")
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("loss", "'enhanced_ppo'", "it is an algorithm: write 'rl.algorithm = \"enhanced_ppo\"'"),
+        ("loss", "'enhanced_ppo_loss'", "this is Signal's name; write 'rl.algorithm = \"enhanced_ppo\"'"),
+        ("loss", "'grpo_loss'", "this is rollouts's name; write 'rl.algorithm = \"grpo\"'"),
+        ("credit", "'gae'", "this is verl's name; write 'rl.credit = \"token_gae\"' (with a table [rl.critic])"),
+        ("filters", "[{ fn = 'check_min_reward' }]", "write 'rl.filters' ({ fn = \"reward_range\", low = 0.1 })"),
+    ],
+)
+def test_a_foreign_value_is_answered_with_ours(key: str, value: str, sentence: str) -> None:
+    sizes = "steps = 2\nmax_prompt_tokens = 64\nmax_episode_tokens = 200"
+    text = f"[rl]\n{sizes}\ntasks = {{ type = 'env', name = 'add' }}\n{key} = {value}"
+    with pytest.raises(ConfigError) as caught:
+        check(load_config(text, file="run.toml"), file="run.toml", base=Path())
     assert sentence in str(caught.value)
 
 

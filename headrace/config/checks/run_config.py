@@ -22,6 +22,7 @@ from headrace.config.checks.metric_sinks import metrics_problems
 from headrace.config.checks.service_runs import service_problems
 from headrace.config.checks.stage_length import stage_length_problems
 from headrace.config.checks.windows import windows_problems
+from headrace.config.foreign_names import foreign_value_hint
 from headrace.config.introspect import default_of
 from headrace.config.paths import (
     SERVICE_STATE,
@@ -36,7 +37,7 @@ from headrace.config.paths import (
     task_sources,
     term_name,
 )
-from headrace.config.presets import preset_problems
+from headrace.config.presets import ALGORITHMS, preset_problems
 from headrace.config.schema import (
     Config,
     DistillConfig,
@@ -585,7 +586,9 @@ def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]
     elif name not in known:
         close = near_name(name, known)
         instead = f"there are {', '.join(sorted(known))}" if close is None else f'did you mean "{close}"?'
-        yield f"'{key}' is \"{name}\", which is not known; {instead}"
+        if name in ALGORITHMS:
+            instead = f"it is an algorithm: write 'rl.algorithm = \"{name}\"'"
+        yield f"'{key}' is \"{name}\", which is not known; {foreign_value_hint(key, name) or instead}"
 
 
 def _function_problems(key: str, text: str, base: Path, names: Collection[str]) -> Iterator[str]:

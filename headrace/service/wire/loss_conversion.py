@@ -23,6 +23,12 @@ TEMPERATURE = "temperature"  # one number: logits are divided by it before log-p
 OWN = "headrace:"  # before the name of a loss: as this package defines it, also where the wire has the same name
 RENAMED = {"logprobs": "sampler_logprobs"}
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
+# losses as other services call them, also with _loss behind -> what they are here
+ELSEWHERE = {
+    "enhanced_ppo": "ppo + shared_value + entropy_bonus + reference_kl_k3",
+    "grpo": "importance_sampling",  # or ppo, with its clip
+    "reward_modeling": "bradley_terry",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +128,9 @@ def _find(name: str, wire_name: str) -> LossFn:
     try:
         return find_loss(name)
     except ConfigError as exc:
-        raise RequestError(
-            f"unknown loss '{wire_name}': {nearest_name_hint(wire_name, {*WIRE_LOSSES, *LOSSES})}"
-        ) from exc
+        same = ELSEWHERE.get(wire_name.removesuffix("_loss"))
+        near = nearest_name_hint(wire_name, {*WIRE_LOSSES, *LOSSES}) if same is None else f"write '{same}'"
+        raise RequestError(f"unknown loss '{wire_name}': {near}") from exc
 
 
 def _check(fn: LossFn, available: Iterable[str], spec: LossSpec, request: WireForward, index: int) -> None:

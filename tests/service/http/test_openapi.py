@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 
+from headrace.config.foreign_names import FOREIGN_NAMES
 from headrace.service.http.forward_body import ForwardBackwardBody, to_protobuf
 from headrace.service.http.schemas import QueueStatsResponse, RequestStatusResponse
 from headrace.service.wire.messages import PROTOBUF, parse_forward, read_forward
@@ -135,6 +137,68 @@ def test_a_wrong_json_body_is_refused_by_name(server: Served, change: dict[str, 
     assert words in reply.text
 
 
+def test_routes_of_the_table_of_names_are_served(described: Any) -> None:
+    routes = {place for entry in FOREIGN_NAMES for place in entry.places if place.startswith(("GET ", "POST "))}
+    served_routes = {f"{verb.upper()} {path}" for path, verbs in described["paths"].items() for verb in verbs}
+    assert len(routes) > 2
+    assert routes <= served_routes
+
+
+def objects(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        yield node
+    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from objects(part)
+
+
+def fits(described: Any, schema: Any, value: object) -> list[str]:
+    """Return what jsonschema has against `value`, whose schema may refer to the document's components."""
+    validator = jsonschema.Draft202012Validator({**schema, "components": described["components"]})
+    return [f"{list(error.path)}: {error.message}" for error in validator.iter_errors(value)]
+
+
+def test_the_document_is_openapi_and_its_examples_fit_their_schemas(described: Any) -> None:
+    """The schema of OpenAPI 3.1 is that of its authors, as schemathesis ships it; jsonschema compares."""
+    official = pytest.importorskip("schemathesis.specs.openapi.definitions", reason="pip install schemathesis")
+    assert described["openapi"].startswith("3.1")
+    assert [
+        error.message for error in jsonschema.Draft202012Validator(official.OPENAPI_31).iter_errors(described)
+    ] == []
+    compared, wrong = 0, []
+    for node in objects(described):
+        named = node.get("examples")
+        if "schema" in node and isinstance(named, dict):  # of a body
+            schema, values = node["schema"], [example["value"] for example in named.values()]
+        elif "properties" in node and isinstance(named, list):  # of an answer
+            schema, values = node, named
+        else:
+            continue
+        jsonschema.Draft202012Validator.check_schema(schema)
+        compared += len(values)
+        wrong += [problem for value in values for problem in fits(described, schema, value)]
+    assert wrong == []
+    assert compared >= 10
+
+
+def test_the_schema_of_forward_backward_refuses_what_the_server_refuses(described: Any) -> None:
+    media = body_of(described)
+    body = next(iter(media["examples"].values()))["value"]
+    datum = body["forward_backward_input"]["data"][0]
+    for wrong in (
+        {**body, "seq_id": 0},
+        {**body, "unheard_of": 1},
+        {**body, "forward_backward_input": {**body["forward_backward_input"], "data": []}},
+        {
+            **body,
+            "forward_backward_input": {
+                **body["forward_backward_input"],
+                "data": [{**datum, "loss_fn_inputs": {**datum["loss_fn_inputs"], "rewards": "high"}}],
+            },
+        },
+    ):
+        assert fits(described, media["schema"], wrong)
+
+
 def answer_schema(described: Any, path: str, verb: str = "get") -> Any:
     schema = described["paths"][path][verb]["responses"]["200"]["content"]["application/json"]["schema"]
     return described["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
@@ -160,8 +224,13 @@ def test_a_queued_request_says_where_it_stands(tmp_path: Path) -> None:
         model = server.client().create_lora_training_client("fake/bigram", rank=4).get_info().model_id
         body = {"model_id": model, "seq_id": 3, "adam_params": {"learning_rate": 0.1}}  # 1 and 2 never come
         assert http.post("/api/v1/optim_step", json=body).json()["request_id"] == f"{model}:3"
-        status = RequestStatusResponse.model_validate(http.get(f"/runs/{model}/requests/3/status").json())
+        answer = http.get(f"/runs/{model}/requests/3/status").json()
+        document = http.get("/openapi.json").json()
+        assert fits(document, answer_schema(document, "/runs/{run}/requests/{id}/status"), answer) == []
+        status = RequestStatusResponse.model_validate(answer)
         assert (status.state, status.kind, status.running, status.position) == ("queued", "optim_step", False, 0)
         assert status.waited_s is not None
-        stats = QueueStatsResponse.model_validate(http.get(f"/runs/{model}/queue/stats").json())
+        answer = http.get(f"/runs/{model}/queue/stats").json()
+        assert fits(document, answer_schema(document, "/runs/{run}/queue/stats"), answer) == []
+        stats = QueueStatsResponse.model_validate(answer)
         assert stats.waiting_or_running == stats.all_models == 1

@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from headrace.algo.losses import find_loss
 from headrace.errors import RequestError
 from headrace.service.host.fake_host import FakeHost
 from headrace.service.host.model_host import AdapterSpec
-from headrace.service.wire.loss_conversion import to_loss_and_data
+from headrace.service.wire.loss_conversion import ELSEWHERE, to_loss_and_data
 from headrace.service.wire.messages import Array, WireDatum, WireForward
 from headrace.types import Adam, int_array
 
@@ -150,6 +151,15 @@ def test_losses_of_the_package_are_served_by_name_and_sum() -> None:
 def test_what_cannot_be_trained_is_said_in_a_sentence(asked: WireForward, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         to_loss_and_data(asked)
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_losses_of_other_services_are_answered_with_ours(name: str) -> None:
+    find_loss(ELSEWHERE[name])
+    for written in (name, f"{name}_loss"):
+        with pytest.raises(RequestError) as caught:
+            to_loss_and_data(ask(written, advantages=[1.0]))
+        assert str(caught.value) == f"unknown loss '{written}': write '{ELSEWHERE[name]}'"
 
 
 def test_a_failed_request_leaves_what_earlier_ones_accumulated() -> None:
