@@ -5,6 +5,7 @@
 - `aliases`: the old names of keys, still read with a warning.
 - `refusals`: what other frameworks have and this one does not, refused by name.
 - `foreign_names`: names of other libraries' settings, answered with ours.
+- `lengths`: fit lengths that a file leaves out to the model.
 - `presets`: the short names of `rl.algorithm`.
 - `paths`: find the paths that a configuration names, and make them absolute.
 - `checks/`: find what cannot work before anything is loaded (`check`).
