@@ -43,6 +43,7 @@ shutil.rmtree(run / "checkpoints" / "sft" / "step_000002")
 urllib.request.urlopen(sys.argv[1] + "/move-on").read()
 headrace("train", "run.toml", "--resume")
 headrace("explain", "run.toml")
+headrace("train", "run.toml", "--set", "sft.sources.0.path=acme/absent")
 """
 
 
@@ -69,7 +70,9 @@ def test_a_run_uses_one_commit_of_the_hub_from_its_start_to_its_last_resume(tmp_
         hub.on_request["/move-on"] = move_on
         done = run_with_hub(hub.url, tmp_path / "home", "-c", SCRIPT, hub.url, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stdout, done.stdout
+    failed = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert len(failed) == 1, done.stdout
+    assert failed[0].startswith("failed: 'sft.sources[0].path' is \"acme/absent\", and there is no dataset acme/absent")
     [run] = (tmp_path / "runs").iterdir()
     recorded = json.loads((run / "inputs.json").read_text())["hub"]
     assert recorded == {
