@@ -15,8 +15,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from headrace.cli import exit_code, main, waiting
+from headrace.config import load_config, to_mapping
 from headrace.envs import ENVIRONMENTS
 from headrace.errors import ConfigError, HeadraceError, Interrupted, ModelError
 from headrace.model.tiny import make_tokenizer
@@ -168,6 +170,52 @@ def test_paths_come_back_absolute(file: Path) -> None:
     config = load_checked(Path("run.toml"), overrides, command="train")
     assert config.rl is not None
     assert config.rl.tasks[0].path == str(file.parent / "rows.jsonl")
+
+
+@pytest.mark.parametrize("model", ["tiny", "folder"])
+def test_lengths_that_a_file_leaves_out_fit_the_model(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "headrace")
+    source = '{ type = "env", name = "key_door", size = 9 }'
+    written = f"""
+    [sft]
+    steps = 1
+    sources = [{source}]
+    [reward_model]
+    steps = 1
+    max_tokens = 100
+    sources = [{source}]
+    [rl]
+    steps = 1
+    tasks = {source}
+    """
+    (tmp_path / "run.toml").write_text(written)
+    overrides = []
+    if model == "folder":
+        described = {"model_type": "llama", "max_position_embeddings": 512}
+        (tmp_path / "config.json").write_text(json.dumps(described))
+        overrides = ["model.path=."]
+    config = load_checked(tmp_path / "run.toml", overrides, command="train")
+    assert config.sft is not None
+    assert config.reward_model is not None
+    assert config.rl is not None
+    assert (config.sft.max_tokens, config.reward_model.max_tokens) == (512, 100)
+    assert (config.rl.max_episode_tokens, config.rl.max_prompt_tokens) == (512, 256)
+    shorter = "sft.max_tokens = 512, rl.max_episode_tokens = 512, rl.max_prompt_tokens = 256"
+    assert f"shorter than by default, to fit the model: {shorter}" in caplog.text
+    recorded = tomli_w.dumps(to_mapping(config))
+    assert load_config(recorded, file="config.toml") == config
+    with pytest.raises(ConfigError, match=r"'rl\.max_episode_tokens' is 1024, but the model's context is 512 tokens"):
+        load_checked(tmp_path / "run.toml", [*overrides, "rl.max_episode_tokens=1024"], command="train")
+    shortened = load_checked(tmp_path / "run.toml", [*overrides, "rl.max_episode_tokens=200"], command="train").rl
+    assert shortened is not None
+    assert (shortened.max_episode_tokens, shortened.max_prompt_tokens) == (200, 100)
+    roomy = load_checked(
+        tmp_path / "run.toml", ["model.tiny.context=4096", "rl.max_episode_tokens=600"], command="train"
+    )
+    assert roomy.rl is not None
+    assert roomy.rl.max_prompt_tokens == 512, "as it always was where that fits"
 
 
 def test_a_kind_of_model_that_is_not_supported_is_refused_by_name(file: Path) -> None:

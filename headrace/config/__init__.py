@@ -6,6 +6,7 @@
 - `refusals`: what other frameworks have and this one does not, refused by name.
 - `foreign_names`: names of other libraries' settings, answered with ours; `framework_names`: those of the frameworks
   whose classes, functions and files are listed too.
+- `lengths`: fit lengths that a file leaves out to the model.
 - `presets`: the short names of `rl.algorithm`.
 - `paths`: find the paths that a configuration names, and make them absolute.
 - `checks/`: find what cannot work before anything is loaded (`check`).

@@ -68,12 +68,15 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     _trl("report_to", "metrics.sinks"),
     _trl("data_seed", "run.seed"),
     _trl("lora_r", "model.lora.rank"),
+    _trl("r", "model.lora.rank"),
+    _trl("target_modules", "model.lora.targets"),
     _trl("lora_alpha", "model.lora.alpha"),
     _trl("lora_target_modules", "model.lora.targets"),
     _trl("use_rslora", "model.lora.rslora"),
     _trl("use_peft", "model.lora"),
     _trl("chat_template_path", "model.chat_template"),
     _trl("chat_template_kwargs", "model.template_options"),
+    _trl("enable_thinking", "model.template_options", note="{ enable_thinking = false }"),
     _trl("dataset_config", "sft.sources[].subset", "dpo.sources[].subset", "rl.tasks.subset"),
     _trl("dataset_train_split", "sft.sources[].split", "dpo.sources[].split", "rl.tasks.split"),
     _trl("use_vllm", 'engine.type = "vllm"'),
@@ -95,6 +98,11 @@ FOREIGN_NAMES: tuple[ForeignName, ...] = (
     ),
     _trl("max_completion_length", "rl.sampling.max_tokens"),
     _trl("max_prompt_length", "rl.max_prompt_tokens"),
+    _trl("temperature", "rl.sampling.temperature", "distill.sampling.temperature"),
+    _trl("top_p", "rl.sampling.top_p"),
+    _trl("top_k", "rl.sampling.top_k"),
+    _trl("min_p", "rl.sampling.min_p"),
+    _trl("repetition_penalty", note=NO_KEY + "samples are drawn from the model's own distribution, which is trained"),
     _trl(
         "beta", 'rl.loss = "ppo + reference_kl_k3"', "rl.loss_params", "dpo.beta", note="kl_coef is its number in [rl]"
     ),
@@ -241,7 +249,7 @@ def foreign_hint(key: str, value: Any) -> str | None:
     >>> foreign_hint("actor_rollout_ref", {"rollout": {"n": 8}})
     "'actor_rollout_ref.rollout.n' is verl's name; write 'rl.group_size'"
     """
-    for dotted in dict.fromkeys((*_leaves(key, value), key)):
+    for dotted in dict.fromkeys((key, *_leaves(key, value))):
         parts = dotted.split(".")
         for start in range(len(parts)):
             entry = _BY_NAME.get(".".join(parts[start:]))

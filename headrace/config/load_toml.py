@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from headrace.config.aliases import OLD_KEYS, new_key, old_names_in, use_new_names
 from headrace.config.foreign_names import foreign_hint
 from headrace.config.introspect import describe, field_type, keys, table_class, toml_name
+from headrace.config.lengths import unset_lengths
 from headrace.config.presets import algorithm_hint, apply_preset
 from headrace.config.refusals import refusal
 from headrace.config.schema import Config, RlConfig, SourceConfig, stages_of
@@ -37,10 +38,12 @@ def load_config(
     file: str,
     overrides: Sequence[str] = (),
     rl_defaults: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda rl: {},
+    context: Callable[[Config], int | None] = lambda config: None,
 ) -> Config:
     """Read TOML text, then put in overrides `a.b=value` (lists by position: `sft.sources.0.size=8`).
 
-    `file` is for messages. `rl_defaults(table)` returns the keys that [rl] may leave out because its tasks define them.
+    `file` is for messages. `rl_defaults(table)` returns the keys that [rl] may leave out because its tasks define them,
+    `context(config)` the longest sequence of the model, if that is known: lengths that the file leaves out fit it.
     An override's value is TOML; a bare word that is not TOML is taken as a string. Old names are replaced, with a
     warning for each. Raises ConfigError in one sentence.
 
@@ -62,18 +65,30 @@ def load_config(
             hint = foreign_hint(_dotted(path), _value_at(tree, path)) or _nearest_key(path)
             raise _Wrong(path, refused or f"unknown key '{_dotted(path)}'; {hint}")
         if isinstance(rl := tree.get("rl"), dict):
-            tree["rl"] = apply_preset({**rl_defaults(rl), **rl})
-        try:
-            config = TypeAdapter(Config).validate_python(tree)
-        except ValidationError as exc:
-            raise _Wrong(*_first_problem(exc, tree)) from exc
+            tree["rl"] = {**rl_defaults(rl), **rl}
+        config = _validated(tree)
         for name, stage in stages_of(config).items():
             if stage.steps is None and stage.epochs is None:
                 instead = f"write a whole number above 0, or '{name}.epochs', passes over the data"
                 raise _Wrong((name, "steps"), f"'{name}.steps' is missing; {instead}")
+        if lengths := unset_lengths(tree, config, context(config)):
+            config = _validated({**tree, **{name: {**tree[name], **changed} for name, changed in lengths.items()}})
+            shorter = [f"{name}.{key} = {size}" for name, changed in lengths.items() for key, size in changed.items()]
+            logger.info("%s: shorter than by default, to fit the model: %s", file, ", ".join(shorter))
         return config
     except _Wrong as wrong:
         raise ConfigError(f"{_origin(wrong.path, file, overrides)}: {wrong.sentence}") from wrong.__cause__
+
+
+def _validated(tree: Mapping[str, Any]) -> Config:
+    """Apply the preset of [rl] and make the tree a Config; raises _Wrong for the first mistake in it."""
+    tree = dict(tree)
+    if isinstance(rl := tree.get("rl"), dict):
+        tree["rl"] = apply_preset(rl)
+    try:
+        return TypeAdapter(Config).validate_python(tree)
+    except ValidationError as exc:
+        raise _Wrong(*_first_problem(exc, tree)) from exc
 
 
 def to_mapping(config: Config) -> dict[str, Any]:

@@ -212,8 +212,8 @@ class ConversationMixture(Generic[Item]):
         """Go on from a cursor; raises CheckpointError if it was made from other data, weights or seed."""
         if state["fingerprint"] != self._fingerprint:
             raise CheckpointError(
-                "the conversations or their weights are not those of the checkpoint: resume with the data the run "
-                "started with"
+                "the conversations or their weights are not those of the checkpoint, so its place in them is lost: "
+                "resume with the data the run started with, or start a new run with the checkpoint as model.path"
             )
         if state["seed"] != self._seed:
             raise CheckpointError(

@@ -117,7 +117,8 @@ class Curriculum:
             raise CheckpointError("the checkpoint was written without a curriculum: resume without it")
         if state["fingerprint"] != self._fingerprint:
             raise CheckpointError(
-                "the tasks are not those of the checkpoint: resume with the data the run started with"
+                "the tasks are not those of the checkpoint, so its place in them is lost: resume with the data the run "
+                "started with, or start a new run with the checkpoint as model.path"
             )
         if state["seed"] != self._seed:
             raise CheckpointError(f"the tasks were drawn with seed {state['seed']}, not {self._seed}: resume with it")

@@ -39,7 +39,8 @@ ROLES = {  # ShareGPT's `from`
 }
 MOST_NAMED = 12  # columns in a line of the log
 NOT_USED = "not used"
-LABELS = ("id", "idx", "index", "uid", "uuid", "source", "data_source", "dataset", "split")  # of rows: nothing to learn
+# of rows: nothing to learn; the last two are what `headrace demonstrate` writes beside a conversation
+LABELS = ("id", "idx", "index", "uid", "uuid", "source", "data_source", "dataset", "split", "reward", "success")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,8 +97,8 @@ class TaskMixture:
         """Go on from a state; raises CheckpointError if it was made from other sources, weights or seed."""
         if len(state.get("parts", ())) != len(self._parts) or state["weights"] != self._weights:
             raise CheckpointError(
-                "the sources of tasks or their weights are not those of the checkpoint: resume with the data the run "
-                "started with"
+                "the sources of tasks or their weights are not those of the checkpoint, so its place in them is lost: "
+                "resume with the data the run started with, or start a new run with the checkpoint as model.path"
             )
         for part, saved in zip(self._parts, state["parts"], strict=True):
             part.load_state_dict(saved)

@@ -69,7 +69,8 @@ class TaskSource:
             )
         if state["fingerprint"] != self._fingerprint:
             raise CheckpointError(
-                "the tasks are not those of the checkpoint: resume with the data the run started with"
+                "the tasks are not those of the checkpoint, so its place in them is lost: resume with the data the run "
+                "started with, or start a new run with the checkpoint as model.path"
             )
         if state["seed"] != self._seed:
             raise CheckpointError(

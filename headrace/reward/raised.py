@@ -22,6 +22,7 @@ _HIDDEN = (errno.ENOENT, errno.EACCES, errno.EPERM)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _UNPRINTABLE = "<exception str() failed>"
 _PLACED = re.compile(r"^(.*?\S+, line \d+: \w+)(?=:|$)", re.DOTALL)
+_NO_VERDICT = re.compile(r"^(.*?the last line of the judge's reply)(?= must be )", re.DOTALL)
 TRUST = 'set rl.reward_runner.type = "inprocess" if you trust the function'
 
 
@@ -125,10 +126,11 @@ def _outside(path: str, folder: str) -> str:
 
 
 def failure_kind(reason: str) -> str:
-    """Return what reasons of one kind share: all up to the exception's type if a file and line are named, else all.
+    """Return what reasons of one kind share: all up to the exception's type if a file and line are named, all up to
+    the code of the question if a judge gave no verdict, else all.
 
     >>> failure_kind("reward f: mine.py, line 3: KeyError: 'a7'")
     'reward f: mine.py, line 3: KeyError'
     """
-    match = _PLACED.match(reason)
+    match = _NO_VERDICT.match(reason) or _PLACED.match(reason)
     return match[1] if match else reason

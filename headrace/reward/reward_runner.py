@@ -162,12 +162,13 @@ class FailureRateLimit:
         self._last.extend(result.reason if isinstance(result, FailedEpisode) else "" for result in results)
 
     def check(self) -> None:
-        reasons = Counter(filter(None, self._last))
+        reasons = list(filter(None, self._last))
         count = len(self._last)
-        if count >= self._at_least and reasons.total() > self._limit * count:
-            [(reason, _)] = reasons.most_common(1)
+        if count >= self._at_least and len(reasons) > self._limit * count:
+            [(kind, _)] = Counter(map(failure_kind, reasons)).most_common(1)
+            reason = next(reason for reason in reasons if failure_kind(reason) == kind)
             raise RolloutError(
-                f"{reasons.total()} of the last {count} episodes have no reward, which is more than "
+                f"{len(reasons)} of the last {count} episodes have no reward, which is more than "
                 f"{self._limit:.0%}; most often: {single_line(reason)}. Correct the reward function, or raise "
                 "rl.reward_runner.max_invalid_share"
             )

@@ -41,10 +41,11 @@ def find_adapter(path: str) -> Path | None:
     return folder if is_adapter_folder(folder) else None
 
 
-def describe_adapter(folder: Path) -> AdapterDescription:
+def describe_adapter(folder: Path, *, weights: bool = True) -> AdapterDescription:
     """Read adapter_config.json and find the base model that it names.
 
-    Raises ModelError if that is not there, or if the adapter does what we do not compute.
+    Without `weights` these need not be there, as in a folder of the hub's cache before they are fetched. Raises
+    ModelError if the base is not there, or if the adapter does what we do not compute.
     """
     file = folder / ADAPTER_CONFIG
     with boundary(ModelError, f"{file} cannot be read"):
@@ -54,7 +55,7 @@ def describe_adapter(folder: Path) -> AdapterDescription:
     _check_kind(folder, config)
     with boundary(ModelError, f"{file} lacks a number of a LoRA adapter"):
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    if not (folder / ADAPTER_WEIGHTS).is_file():
+    if weights and not (folder / ADAPTER_WEIGHTS).is_file():
         raise ModelError(
             f"the adapter in {folder} has no {ADAPTER_WEIGHTS}: save it as safetensors, other weights are not read"
         )
@@ -98,6 +99,6 @@ def described_model(folder: Path) -> Path:
     """Return the folder with the config.json of a model; of an adapter, that of its base."""
     if not is_adapter_folder(folder):
         return folder
-    base = describe_adapter(folder).base
+    base = describe_adapter(folder, weights=False).base
     name = None if Path(base).exists() else hub_name(base)
     return Path(base) if name is None else model_description(name)

@@ -187,9 +187,22 @@ def upload_model(folder: Path, repo: str) -> str:
     name = hub_name(repo)
     if name is None or name.revision != DEFAULT_REVISION:
         raise ConfigError(f'{repo} cannot be the name of a model on the hub: write "owner/name"')
-    with _failures(name, "model"), _progress_bars(shown=True):
-        HfApi().create_repo(repo, private=True, exist_ok=True)
-        HfApi().upload_folder(repo_id=repo, folder_path=folder)
+    try:
+        with boundary(ModelError, f"{folder} cannot be uploaded as {repo}"), _progress_bars(shown=True):
+            HfApi().create_repo(repo, private=True, exist_ok=True)
+            HfApi().upload_folder(repo_id=repo, folder_path=folder)
+    except ModelError as exc:
+        if exc.__cause__ is not None and _is_unreachable(exc.__cause__):
+            raise ModelError(
+                f"{folder} cannot be uploaded as {repo}, because the hub at {endpoint()} cannot be reached: connect to "
+                "the network, and unset HF_HUB_OFFLINE"
+            ) from exc.__cause__
+        if exc.__cause__ is None or not _is_forbidden(exc.__cause__):
+            raise
+        raise ModelError(
+            f"{folder} cannot be uploaded as {repo}, which {endpoint()} does not let you write: log in with  hf auth "
+            "login  (or set HF_TOKEN to a token that may write), or take a name of your own"
+        ) from exc.__cause__
     return f"{endpoint()}/{repo}"
 
 
@@ -251,6 +264,13 @@ def _failures(name: HubName, kind: Kind) -> Iterator[None]:
         if sentence is None:
             raise
         raise error(sentence) from exc.__cause__
+
+
+def _is_forbidden(cause: BaseException) -> bool:
+    """Tell whether the hub knows who asks, or that nobody has logged in, and refuses."""
+    answers = [getattr(link, "response", None) for link in _chain(cause)]
+    refused = any(getattr(answer, "status_code", None) in (401, 403) for answer in answers)
+    return refused or _has(_chain(cause), "LocalTokenNotFoundError")
 
 
 def _sentence(cause: BaseException, name: HubName, kind: Kind) -> str | None:

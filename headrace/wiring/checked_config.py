@@ -10,7 +10,7 @@ from typing import Any, Literal
 from headrace.config import Config, RlConfig, absolute_paths, check, load_config
 from headrace.config.paths import find_path, remote_name, split_sum
 from headrace.errors import ConfigError, ModelError, boundary
-from headrace.names import NAMED_MODELS, SMOLLM2
+from headrace.names import NAMED_MODELS, SMOLLM2, SMOLLM2_CONTEXT, described_context
 from headrace.storage.adapter_files import described_model
 from headrace.storage.hub import hub_name, model_description
 
@@ -25,12 +25,21 @@ def load_checked(file: Path, overrides: list[str], *, command: Literal["train", 
             raise ConfigError(f"there is no file {file}: give the path of the run's TOML file")
         text = file.read_text(encoding="utf-8")
     base = file.absolute().parent
-    config = load_config(text, file=str(file), overrides=overrides, rl_defaults=partial(_task_defaults, base=base))
 
     from headrace.wiring.input_files import follow_move
 
+    hub_model: Path | None = None
+
+    def context(config: Config) -> int | None:
+        nonlocal hub_model
+        config = follow_move(config, base)
+        hub_model = _described_by_hub(config, file=str(file), base=base)
+        return _known_context(config, hub_model, base=base)
+
+    config = load_config(
+        text, file=str(file), overrides=overrides, rl_defaults=partial(_task_defaults, base=base), context=context
+    )
     config = follow_move(config, base)
-    hub_model = _described_by_hub(config, file=str(file), base=base)
     check(config, file=str(file), base=base, command=command, hub_model=hub_model)
     if config.rl is not None:
         _check_parameters(config.rl, file=str(file))
@@ -63,6 +72,23 @@ def _described_by_hub(config: Config, *, file: str, base: Path) -> Path | None:
         return model_description(name)
     except ModelError as exc:
         raise ConfigError(f"{file}: 'model.path' is \"{path}\", which is no folder here, and {exc}") from exc
+
+
+def _known_context(config: Config, hub_model: Path | None, *, base: Path) -> int | None:
+    """Return the longest sequence of the model; None if it is not known yet, or the check will refuse the model."""
+    path = config.model.path
+    if config.model.service is not None or remote_name(path) is not None:
+        return None
+    if path in NAMED_MODELS:
+        return config.model.tiny.context if path == "tiny" else SMOLLM2_CONTEXT
+    folder = hub_model or find_path(path, base)
+    if folder is None:
+        return None
+    try:
+        described = json.loads((described_model(folder) / "config.json").read_text(encoding="utf-8"))
+        return described_context(described) if isinstance(described, dict) else None
+    except (OSError, ValueError, ModelError):
+        return None
 
 
 def model_override(policy: str) -> str:

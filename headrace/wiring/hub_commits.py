@@ -12,6 +12,7 @@ from pathlib import Path
 
 from headrace.config import Config, ModelConfig, SourceConfig, map_paths, named_paths
 from headrace.config.paths import is_url, task_sources
+from headrace.errors import ConfigError, HeadraceError
 from headrace.model.load import model_folder
 from headrace.names import NAMED_MODELS
 from headrace.storage.hub import HubCommit, Kind, find_commit, hub_name
@@ -27,7 +28,7 @@ _MODEL_KEYS = re.compile(
 def hub_commits(config: Config, recorded: Mapping[str, HubCommit]) -> dict[str, HubCommit]:
     """Return the commit of every hub name by its key: the recorded one if the same was asked for, else the hub's own.
 
-    Raises ModelError or DataError if the hub does not have it, or cannot be reached.
+    Raises ConfigError if the hub does not have it, or cannot be reached.
     """
     commits: dict[str, HubCommit] = {}
     paths = named_paths(config)
@@ -38,7 +39,10 @@ def hub_commits(config: Config, recorded: Mapping[str, HubCommit]) -> dict[str, 
         if known is not None and known.repo == name.repo and name.revision in (known.revision, known.commit):
             commits[key] = known
         else:
-            commits[key] = find_commit(name, kind)
+            try:
+                commits[key] = find_commit(name, kind)
+            except HeadraceError as exc:
+                raise ConfigError(f"'{key}' is \"{paths[key]}\", and {exc}") from exc
             logger.info("%s: %s of the hub at commit %s", key, name.repo, commits[key].commit)
     return commits
 

@@ -144,10 +144,12 @@ def check_inputs(
     now = _find_files(config, folder, recorded, reads)
     _check_model(before.get("model.path"), now.get("model.path"))
     changed = sorted(
-        str(Path(folder_of) / name)
-        for key in {*before, *now}
-        if reads(key) and not _is_within(key, other_files)
-        for folder_of, name in _changed(before.get(key), now.get(key))
+        {
+            str(Path(folder_of) / name)
+            for key in {*before, *now}
+            if reads(key) and not _is_within(key, other_files)
+            for folder_of, name in _changed(before.get(key), now.get(key))
+        }
     )
     if changed and not accept_changes:
         more = f" and {len(changed) - MAX_NAMED} more" if len(changed) > MAX_NAMED else ""

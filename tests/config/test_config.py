@@ -557,6 +557,18 @@ def test_the_tiny_model_speaks_only_the_words_of_an_environment(tmp_path: Path) 
             ['rl.rewards=[{fn="gsm8k"}]'],
             '\'rl.rewards[0].fn\' is "gsm8k", which is not known; did you mean "math" or "final_number"?',
         ),
+        (RL, ["rl.loss=grpo"], "'rl.loss' is \"grpo\", which is not known; did you mean 'rl.algorithm = \"grpo\"'?"),
+        (RL, ["rl.credit=ppo"], "'rl.credit' is \"ppo\", which is not known; did you mean 'rl.algorithm = \"ppo\"'?"),
+        (
+            RL,
+            ["rl.credit=icepop"],
+            "'rl.credit' is \"icepop\", which is not known; did you mean 'rl.loss = \"icepop\"'?",
+        ),
+        (
+            RL,
+            ["rl.loss=ppo + dpo"],
+            "'rl.loss' is \"dpo\", which learns from pairs and not from rewards: write a table [dpo] with that loss",
+        ),
         (RL, ["rl.credit=grop"], '\'rl.credit\' is "grop", which is not known; did you mean "grpo"?'),
         (
             RL,

@@ -80,6 +80,9 @@ def test_a_name_is_listed_once() -> None:
         ("[sft]\nper_device_train_batch_size = 4", "write 'sft.batch_size' (of one update, on all devices together)"),
         ("[dpo]\ngradient_accumulation_steps = 4", "write 'dpo.micro_batch_tokens' (memory is set in tokens"),
         ("[rl]\nmax_completion_length = 4", "write 'rl.sampling.max_tokens'"),
+        ("[rl]\ntemperature = 1.0", "this is TRL's name; write 'rl.sampling.temperature'"),
+        ("[model.lora]\nr = 8", "this is TRL's name; write 'model.lora.rank'"),
+        ("[model]\nenable_thinking = false", "write 'model.template_options' ({ enable_thinking = false })"),
         ("[rl]\nkl_coef = 0.1", "this is verl's name; write 'rl.loss_params' or 'rl.critic.kl_coef'"),
         (
             "[actor_rollout_ref.rollout]\nn = 8",

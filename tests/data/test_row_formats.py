@@ -101,7 +101,7 @@ def test_a_column_that_holds_something_and_is_dropped_is_a_warning(
     """As Alpaca's `input` under another name; empty columns and labels of rows are not worth one."""
     file = tmp_path / "rows.jsonl"
     mapped = DataSource(type="jsonl", path=str(file), columns={"prompt": "order", "answer": "output"})
-    row = {"order": ASK, "output": REPLY, "input": "", "id": 7, "prompt_id": "a", "note": None}
+    row = {"order": ASK, "output": REPLY, "input": "", "id": 7, "prompt_id": "a", "reward": 0.5, "note": None}
     file.write_text(json.dumps(row) + "\n")
 
     def warned() -> list[str]:

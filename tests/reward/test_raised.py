@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from headrace.errors import RewardError, RolloutError
+from headrace.reward.judge import JudgeSettings, parse_scores
 from headrace.reward.raised import describe, failure_kind, sentence
-from headrace.reward.reward_runner import GroupRewardRunner
+from headrace.reward.reward_runner import FailureRateLimit, GroupRewardRunner
 from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.user_term import MOST_PRINTS, PrintLog, UserRewardSpec, sandboxed_term, trusted_term
 from headrace.types import FailedEpisode, ScoredEpisode
@@ -109,6 +111,25 @@ def test_reasons_without_a_line_are_told_apart() -> None:
     assert failure_kind("reward f: a.py, line 3: KeyError: 'x'") != failure_kind(
         "reward f: a.py, line 4: KeyError: 'x'"
     )
+
+
+def test_judgements_without_a_verdict_are_one_kind_of_failure() -> None:
+    settings = JudgeSettings(rubric="Is it right?")
+    reasons = []
+    for code, reply in (("BCDFGH", "7"), ("JKLMNP", "No idea.")):
+        with pytest.raises(RewardError) as caught:
+            parse_scores(reply, settings, 1, code)
+        reasons.append(f"reward judge: {caught.value}")
+    assert reasons[0] != reasons[1]
+    assert failure_kind(reasons[0]) == failure_kind(reasons[1]) != failure_kind("reward judge: the judge was not asked")
+
+
+def test_what_most_episodes_failed_of_is_told_by_kind() -> None:
+    failures = FailureRateLimit(limit=0.1, at_least=10)
+    told = [f"reward f: a.py, line 3: KeyError: '{number}'" for number in range(6)] + ["reward f: it returned None"] * 4
+    failures.note([FailedEpisode(id=f"0/{n}", task=episode().task, reason=reason) for n, reason in enumerate(told)])
+    with pytest.raises(RolloutError, match=r"most often: reward f: a\.py, line 3: KeyError: '0'"):
+        failures.check()
 
 
 PRINTS = "def f(text, truth):\n    print('looking at', text)\n    return float(text == truth)\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ModelError
-from headrace.storage.adapter_files import describe_adapter, find_adapter, is_adapter_folder
+from headrace.storage.adapter_files import describe_adapter, described_model, find_adapter, is_adapter_folder
 
 
 def adapter(folder: Path, **config: object) -> Path:
@@ -36,6 +36,14 @@ def test_a_base_in_a_folder_wins_also_beside_the_adapter(tmp_path: Path) -> None
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     assert describe_adapter(folder).base == str(tmp_path / "model")
+
+
+def test_the_base_of_an_adapter_is_known_before_its_weights_are_fetched(tmp_path: Path) -> None:
+    folder = adapter(tmp_path / "a", base_model_name_or_path="model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").unlink()
+    assert described_model(folder) == tmp_path / "model"
 
 
 def test_a_folder_with_a_model_is_no_adapter(tmp_path: Path) -> None:

@@ -116,6 +116,22 @@ def test_every_failure_of_the_hub_says_what_to_do(hub: HubServer, tmp_path: Path
     assert gated == "acme/gated"
 
 
+def test_a_folder_is_uploaded_as_a_private_model_by_one_who_may_write(hub: HubServer, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    files = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    call = f"upload_model(Path({str(folder)!r}), 'me/adapter')"
+    [refused] = answers(hub.url, tmp_path / "home", call)
+    assert f"cannot be uploaded as me/adapter, which {hub.url} does not let you write: log in" in refused
+    assert ("models", "me/adapter") not in hub.commits
+    [address] = answers(hub.url, tmp_path / "home", call, HF_TOKEN=TOKEN)
+    assert address == f"{hub.url}/me/adapter"
+    assert hub.commits["models", "me/adapter"][-1][1] == files
+    assert hub.private["me/adapter"]
+
+
 def test_a_missing_network_is_told_at_once(tmp_path: Path) -> None:
     calls = ("model_description(hub_name('acme/small'))", "find_commit(hub_name('acme/sums'), 'dataset')")
     for sentence in answers("http://127.0.0.1:9", tmp_path / "home", *calls):

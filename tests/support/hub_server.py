@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+from base64 import b64decode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ from support.paths import ROOT
 
 TOKEN = "hf_let_me_in"
 _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?")
+_WRITE = re.compile(r"/api/models/([^/]+/[^/]+)/(preupload|commit)/main")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -33,6 +35,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.commits: dict[tuple[str, str], list[tuple[str, Mapping[str, bytes]]]] = {}
         self.gated: set[str] = set()
+        self.private: dict[str, bool] = {}  # of repositories that were made by a client
         self.requests: list[str] = []
         self.on_request: dict[str, Callable[[], None]] = {}  # called when a path of no repository is asked for
 
@@ -66,6 +69,8 @@ class _Handler(BaseHTTPRequestHandler):
         if path in self.server.on_request:
             self.server.on_request[path]()
             self._json({})
+        elif self.command == "POST" and (path == "/api/repos/create" or _WRITE.fullmatch(path)):
+            self._write(path, self.rfile.read(int(self.headers.get("Content-Length", 0))))
         elif match := _API.fullmatch(path):
             kind, repo, verb, revision, below = match.groups()
             if (found := self._find(kind, repo, revision or "main")) is not None:
@@ -78,6 +83,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(404, "RepoNotFound")
 
     do_HEAD = do_POST = do_GET
+
+    def _write(self, path: str, body: bytes) -> None:
+        """Make a repository of models, or take files for it, from one who has the token."""
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._fail(401, "")
+        elif path == "/api/repos/create":
+            wanted = json.loads(body)
+            repo = f"{wanted['organization']}/{wanted['name']}"
+            self.server.private[repo] = wanted.get("visibility") == "private" or wanted.get("private", False)
+            self.server.commit("models", repo, {})
+            self._json({"url": f"{self.server.url}/{repo}", "name": repo})
+        elif (match := _WRITE.fullmatch(path)) is not None and match[2] == "preupload":
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            self._json({"files": [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in paths]})
+        elif match is not None:
+            lines = [json.loads(line) for line in body.splitlines()]
+            sent = {line["value"]["path"]: line["value"]["content"] for line in lines if line["key"] == "file"}
+            name = self.server.commit("models", match[1], {path: b64decode(data) for path, data in sent.items()})
+            page = f"{self.server.url}/{match[1]}/commit/{name}"
+            self._json({"success": True, "commitOid": name, "commitUrl": page, "hookOutput": ""})
 
     def _find(self, kind: str, repo: str, revision: str) -> tuple[str, Mapping[str, bytes]] | None:
         if (kind, repo) not in self.server.commits:

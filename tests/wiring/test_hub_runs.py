@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from headrace.model.tiny import save_tiny
-from support.hub_server import folder_files, hub_server, run_with_hub
+from support.hub_server import TOKEN, folder_files, hub_server, run_with_hub
 
 WORDS = (*"0123456789", "+", "=", "add", "sum")
 CONFIG = """
@@ -43,6 +43,10 @@ shutil.rmtree(run / "checkpoints" / "sft" / "step_000002")
 urllib.request.urlopen(sys.argv[1] + "/move-on").read()
 headrace("train", "run.toml", "--resume")
 headrace("explain", "run.toml")
+headrace("train", "run.toml", "--set", "sft.sources.0.path=acme/absent")
+headrace("export", str(run / "checkpoints" / "sft" / "step_000002"), "--adapter", "--out", "mine", "--hub", "me/mine")
+shutil.rmtree("mine")
+headrace("train", "run.toml", "--set", "model.path=me/mine", "--set", "run.name=further")
 """
 
 
@@ -67,10 +71,14 @@ def test_a_run_uses_one_commit_of_the_hub_from_its_start_to_its_last_resume(tmp_
             hub.commit("datasets", "acme/sums", {"README.md": b"two", "data/train.parquet": rows(7, 8, 9)})
 
         hub.on_request["/move-on"] = move_on
-        done = run_with_hub(hub.url, tmp_path / "home", "-c", SCRIPT, hub.url, cwd=tmp_path, OMP_NUM_THREADS="1")
+        done = run_with_hub(
+            hub.url, tmp_path / "home", "-c", SCRIPT, hub.url, cwd=tmp_path, OMP_NUM_THREADS="1", HF_TOKEN=TOKEN
+        )
     assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stdout, done.stdout
-    [run] = (tmp_path / "runs").iterdir()
+    failed = [line for line in done.stdout.splitlines() if line.startswith("failed")]
+    assert len(failed) == 1, done.stdout
+    assert failed[0].startswith("failed: 'sft.sources[0].path' is \"acme/absent\", and there is no dataset acme/absent")
+    [run] = (tmp_path / "runs").glob("t_*")
     recorded = json.loads((run / "inputs.json").read_text())["hub"]
     assert recorded == {
         "model.path": {"repo": "acme/tiny", "revision": "main", "commit": model},
@@ -81,5 +89,7 @@ def test_a_run_uses_one_commit_of_the_hub_from_its_start_to_its_last_resume(tmp_
     assert json.loads((last / "state.json").read_text())["state"]["hub"]["model.path"] == f"acme/tiny@{model}"
     adapter = json.loads((last / "adapter" / "adapter_config.json").read_text())
     assert (adapter["base_model_name_or_path"], adapter["revision"]) == ("acme/tiny", model)
+    [further] = (tmp_path / "runs").glob("further_*")
+    assert "of rank 2, is continued on its base acme/tiny" in (further / "log.txt").read_text()
     # the file itself means the newest commit, of which no weights have been fetched
     assert "a run first downloads 0.00 GB into" in done.stdout

@@ -320,7 +320,7 @@ def test_past_the_kl_limit_an_update_is_scaled_back_and_the_step_goes_on(
         (["rl.credit=gigpo", 'rl.credit_params.norm="stdd"'], "'norm' of 'gigpo' must be one of std, none"),
         (["rl.credit=gigpo", "rl.credit_params.gamma=1.5"], "'gamma' of 'gigpo' must be a number from 0 to 1, not 1.5"),
         (["rl.loss=ppo + entropy_bonuss"], 'did you mean "entropy_bonus"?'),
-        (["rl.loss=dpo"], "needs arrays that the data do not have: preferences, units"),
+        (["rl.loss=dpo"], "which learns from pairs and not from rewards: write a table [dpo] with that loss"),
         (["rl.loss=value"], "loss 'value' reads a scalar head"),
         (["rl.loss=distillation"], "needs arrays that the data do not have: teacher_logprobs"),
         (["rl.loss=cispo + aipo", "rl.loss_params.kap=1.0"], "takes no parameter 'kap': did you mean 'cap'?"),

@@ -566,6 +566,7 @@ def test_changed_data_are_refused(headrace: Headrace, tmp_path: Path) -> None:
     refused = headrace(tmp_path, "train", "run.toml", "--resume", "--accept-changed-files")
     assert refused.code == 1, "the place in the data means nothing in other data"
     assert "the conversations or their weights are not those of the checkpoint" in refused.said.splitlines()[-1]
+    assert refused.said.splitlines()[-1].endswith("or start a new run with the checkpoint as model.path")
 
 
 JSONL_SOURCE = '{ type = "jsonl", path = "talks.jsonl" }'

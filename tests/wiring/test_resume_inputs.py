@@ -122,6 +122,18 @@ def test_a_changed_file_is_named_before_anything_is_trained(stopped: Path, name:
     assert steps_of(run_of(stopped)) == ["step_000001"]
 
 
+def test_a_changed_file_that_two_keys_name_is_told_once(stopped: Path) -> None:
+    (stopped / "run.toml").write_text(CONFIG.replace("held_out.jsonl", "tasks.jsonl"))
+    run = run_of(stopped)
+    record = json.loads(run.inputs.read_text())
+    record["keys"]["eval.source.path"] = record["keys"]["rl.tasks.path"]
+    run.inputs.write_text(json.dumps(record))
+    (stopped / "tasks.jsonl").write_text(FILES["tasks.jsonl"] + "\n")
+    with pytest.raises(ConfigError, match="was started with other contents of") as refused:
+        resume(stopped)
+    assert str(refused.value).count(str(stopped / "tasks.jsonl")) == 1
+
+
 def test_accepted_changes_are_recorded_and_accepted_once(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
     code, gone = stopped / "code" / "scale.py", stopped / "code" / "units.py"
     code.write_text("def whole(number):\n    return number % 3 / 3\n")

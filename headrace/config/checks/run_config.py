@@ -57,6 +57,7 @@ from headrace.names import described_context, near_name, text_description
 from headrace.storage.adapter_files import described_model, is_adapter_folder
 from headrace.storage.hub import hub_name
 
+_PREFERENCE_LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")
 MOST_STEPS = 8  # checkpoints that a message names
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -99,7 +100,7 @@ def check(
         problems.append(_function_problems("rl.anchor", rl.anchor, base, names.ANCHORS))
         problems.append(_name_problems("rl.weighting", rl.weighting, names.WEIGHTINGS))
         problems.append(_function_problems("rl.save.which", rl.save.which, base, names.SAVED_EPISODES))
-        problems += [_function_problems("rl.loss", term, base, names.LOSSES) for term in split_sum(rl.loss)]
+        problems += [_loss_problems(term, base) for term in split_sum(rl.loss)]
         problems += [
             _frozen_problems(f"rl.{key}", getattr(rl, key), base)
             for key in ("reference", "teacher")
@@ -583,12 +584,29 @@ def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]
     if known is names.REWARDS and name in names.REWARDS_ELSEWHERE:
         meant = " or ".join(f'"{reward}"' for reward in names.REWARDS_ELSEWHERE[name])
         yield f"'{key}' is \"{name}\", which is not known; did you mean {meant}?"
+    elif name not in known and (other := _other_key(key, name)) is not None:
+        yield f"'{key}' is \"{name}\", which is not known; did you mean '{other} = \"{name}\"'?"
     elif name not in known:
         close = near_name(name, known)
         instead = f"there are {', '.join(sorted(known))}" if close is None else f'did you mean "{close}"?'
         if name in ALGORITHMS:
             instead = f"it is an algorithm: write 'rl.algorithm = \"{name}\"'"
         yield f"'{key}' is \"{name}\", which is not known; {foreign_value_hint(key, name) or instead}"
+
+
+def _other_key(key: str, name: str) -> str | None:
+    """Return the key of [rl] that knows a name, where `key` does not: papers call whole algorithms a loss."""
+    keys = {"rl.algorithm": ALGORITHMS, "rl.credit": names.CREDITS, "rl.loss": names.LOSSES}
+    places = ("rl.credit", "rl.loss", "rl.weighting")
+    return next((other for other, known in keys.items() if name in known), None) if key in places else None
+
+
+def _loss_problems(term: str, base: Path) -> Iterator[str]:
+    if term in _PREFERENCE_LOSSES:
+        instead = "write a table [dpo] with that loss"
+        yield f"'rl.loss' is \"{term}\", which learns from pairs and not from rewards: {instead}"
+    else:
+        yield from _function_problems("rl.loss", term, base, names.LOSSES)
 
 
 def _function_problems(key: str, text: str, base: Path, names: Collection[str]) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from headrace.errors import RunFolderError, boundary
 from headrace.observe.config_changes import RecordedChanges, read_changes
 from headrace.observe.json_lines import write_whole
+from headrace.observe.outcome import read_outcome
 from headrace.observe.report.async_charts import flow_charts, flow_names
 from headrace.observe.report.charts import TIMES, charts, other_charts, other_names, stages_of
 from headrace.observe.report.episodes import EpisodeComparison, compare, sample_file
@@ -93,13 +94,22 @@ def write_report(folder: Path, summary: Mapping[str, float | str] | None = None)
             *(("Left out", note) for note in left_out),
         ],
         summary=summary or {},
-        warnings=[*reward_findings(records), *told],
+        warnings=[*_ending(run, left_out), *reward_findings(records), *told],
     )
     for note in left_out:
         logger.warning("the report leaves out %s", note)
     temporary = run.report.with_name(f".{run.report.name}-{os.getpid()}")  # the run may write its own at the same time
     write_whole(run.report, page, temporary=temporary)
     return run.report
+
+
+def _ending(run: RunFolder, left_out: list[str]) -> list[str]:
+    """Say why a run ended before its last step, if it did and its folder says so."""
+    outcome = _readable(run.outcome, lambda: read_outcome(run.outcome), None, left_out)
+    if outcome is None or outcome.state not in ("stopped", "failed"):
+        return []
+    how = "failed" if outcome.state == "failed" else "ended early"
+    return [f"the run {how}: {outcome.reason or 'it was interrupted'}"]
 
 
 def _readable(path: Path, read: Callable[[], Value], otherwise: Value, left_out: list[str]) -> Value:

@@ -4,9 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from headrace.observe.outcome import write_outcome
 from headrace.observe.report import subject
 from headrace.observe.report.charts import charts, other_names
 from headrace.observe.report.episodes import compare, conversation, sample_file
@@ -20,6 +22,7 @@ from headrace.observe.report.run_report import (
 )
 from headrace.observe.report.subject import subjects
 from headrace.observe.rollouts.records import EpisodeRecord, read_lines
+from headrace.observe.run_folder import RunFolder
 from headrace.observe.sinks.jsonl import JsonlSink, MetricRecord, read_metrics
 from headrace.printable import visible
 
@@ -223,6 +226,21 @@ def test_files_that_cannot_be_read_are_named(
     assert "Left out" in page
     assert file in page
     assert f"the report leaves out {file}" in caplog.text or f"a line of {file}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("state", "sentence"), [("failed", "the run failed: out of memory"), ("stopped", "the run ended early: out of")]
+)
+def test_the_page_says_why_a_run_ended_before_its_last_step(
+    synthetic_run: Callable[..., Path], state: Literal["failed", "stopped"], sentence: str
+) -> None:
+    folder = synthetic_run()
+    outcome = RunFolder(path=folder).outcome
+    write_outcome(outcome, "started", seconds=1.0)
+    assert "the run failed" not in write_report(folder).read_text()
+    write_outcome(outcome, state, seconds=1.0, reason="out of memory")
+    page = write_report(folder).read_text()
+    assert page.index("Warnings") < page.index(sentence) < page.index("The result")
 
 
 def test_links_in_a_strangers_run_are_replaced_and_not_followed(
