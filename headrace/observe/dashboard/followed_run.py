@@ -27,6 +27,7 @@ from headrace.observe.dashboard.episode_index import EpisodeIndex
 from headrace.observe.dashboard.lanes import ActivityLine, parse_lines
 from headrace.observe.dashboard.tail import TailedFile
 from headrace.observe.report.run_report import STAGE_NAMES, headline, reward_findings
+from headrace.observe.report.subject import subjects
 from headrace.observe.report.svg import number
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.run_list import ListedRun, describe_run
@@ -174,8 +175,7 @@ class FollowedRun:
             "warnings": warnings,
             "alerts": [asdict(alert) for alert in alerts],
             "model": str(_table(config, "model").get("path", "")),
-            "task": _task_source(config),
-            "rewards": _reward_names(config),
+            "about": subjects(config),
             "records": columns.num_records,
             "refused": columns.num_refused,
             "reading": self.reading,
@@ -258,21 +258,3 @@ def _figures_now(recent: Mapping[str, list[float]]) -> list[dict[str, Any]]:
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = config.get(name)
     return table if isinstance(table, Mapping) else {}
-
-
-def _task_source(config: Mapping[str, Any]) -> str:
-    """Name what the run learns from: the tasks of [rl], else the sources of [sft]."""
-    tasks = _table(config, "rl").get("tasks") or _table(config, "sft").get("sources")
-    sources = tasks if isinstance(tasks, list) else [tasks]
-    names = [
-        str(source.get("name") or source.get("path") or source.get("type", ""))
-        for source in sources
-        if isinstance(source, Mapping)
-    ]
-    return ", ".join(name for name in names[:4] if name)
-
-
-def _reward_names(config: Mapping[str, Any]) -> str:
-    rewards = _table(config, "rl").get("rewards")
-    named = [str(reward.get("fn", "")) for reward in rewards if isinstance(reward, Mapping)] if rewards else []
-    return ", ".join(named[:6])

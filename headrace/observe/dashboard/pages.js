@@ -9,7 +9,8 @@ export function duration(seconds) {
   const whole = Math.round(seconds);
   if (whole < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : whole} s`;
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
-  return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
+  if (whole < 172800) return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
+  return `${count(Math.floor(whole / 86400))} days ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
 const count = (value) => value.toLocaleString("en");
@@ -52,8 +53,9 @@ export function listPage(main) {
   return repeat(async () => {
     const { runs, left } = await ask("/api/runs");
     const going = runs.filter((run) => run.state === "running").length;
-    note.textContent = runs.length ? `${plural(runs.length, "run")}, ${going} of them running${left ? `; ${left} more are being read` : ""}. Choose two or more to compare them.` : "There are no runs here yet. This page shows them as they begin.";
-    show(runs, () => runs.map((run) => runCard(run, chosen, choose)));
+    note.textContent = runs.length ? `${plural(runs.length, "run")}, ${going} of them running${left ? `; ${left} more are being read` : ""}.${runs.length > 1 ? " Choose two or more to compare them." : ""}` : "";
+    compare.hidden = runs.length < 2;
+    show(runs, () => (runs.length || left ? runs.map((run) => runCard(run, chosen, choose)) : el("p", { class: "card none" }, "There are no runs here yet. ", el("code", {}, "headrace train run.toml"), " begins one, and this page shows it as it begins.")));
     ready();
     return left ? 300 : 2500;
   }, 2500);
@@ -98,8 +100,8 @@ export function runPage(main, id, tab, query) {
       throw error;
     }
     state.overview = run;
-    heading([run.name, run.state, run.stages, run.model, run.task, run.rewards, run.by, run.reason, run.silent_s > 30 ? Math.round(run.silent_s / 10) : 0, run.reading < 1 ? run.reading : 1], () => headOf(run));
-    const alerts = run.warnings.length + run.alerts.length + run.findings.length;
+    heading([run.name, run.state, run.stages, run.model, run.about, run.by, run.reason, run.problems, run.silent_s > 30 ? Math.round(run.silent_s / 10) : 0, run.reading < 1 ? run.reading : 1], () => headOf(run));
+    const alerts = run.warnings.length + run.alerts.length + run.findings.length + run.problems.length;
     nav.lastChild.replaceChildren("Warnings and log", alerts ? el("span", { class: "count" }, String(alerts)) : "");
     inner.update(run);
     ready();
@@ -109,12 +111,13 @@ export function runPage(main, id, tab, query) {
 }
 
 function headOf(run) {
-  const about = [run.model && ["model", run.model], run.task && ["tasks", run.task], run.rewards && ["rewards", run.rewards]].filter(Boolean);
+  const about = [run.model && ["model", run.model], ...run.about].filter(Boolean);
   const silent = run.silent_s > 30 ? `, silent for ${duration(run.silent_s)}` : "";
   return [
     el("div", { class: "title" }, el("h1", {}, run.name), pill(run.silent_s > 30 ? "stopped" : run.state, run.state === "running" && silent ? `running${silent}` : null)),
     el("p", { class: "about" }, about.map(([label, text]) => el("span", {}, el("b", {}, label), text)), run.by ? el("span", {}, el("b", {}, "by"), run.by) : null),
     run.reason ? el("p", { class: "reason" }, run.reason) : null,
+    ...run.problems.map((problem) => el("p", { class: "reason" }, problem)),
     run.reading < 1 ? el("p", { class: "note" }, `Reading the metrics: ${percent(run.reading)}`) : null,
   ];
 }
@@ -239,8 +242,9 @@ function chartsOf(charts) {
 
 function chartCard(chart) {
   const form = chart.share ? percent : number;
-  const first = chart.series[0], labels = [...new Map(chart.series.map((one) => [one.label, one])).values()];
-  const change = first.mean.length > 1 ? `${form(first.mean[0])} → ${form(first.mean[first.mean.length - 1])}` : form(first.mean[0]);
+  const labels = [...new Map(chart.series.map((one) => [one.label, one])).values()];
+  const order = chart.stages || [], values = chart.series.filter((one) => one.label === chart.series[0].label).sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage)).flatMap((one) => one.mean);
+  const change = values.length > 1 ? `${form(values[0])} → ${form(values[values.length - 1])}` : form(values[0]); // over all stages
   return el("figure", { class: "card" },
     el("figcaption", {}, el("h3", {}, chart.title), el("span", { class: "change" }, chart.unit === "s" ? "" : change)),
     labels.length > 1 || chart.unit === "s" ? el("div", { class: "legend" }, labels.map((one) => el("span", {}, el("i", { class: `c${one.style} ${chart.unit === "s" ? "" : `s-${one.stage}`}` }), one.label))) : null,
@@ -335,7 +339,7 @@ function episodesTab(body, id, base, query) {
     if (all.reward !== null) parts.push(`mean reward ${number(all.reward)}`);
     if (all.solved !== null) parts.push(`${percent(all.solved)} solved`);
     if (all.tokens !== null) parts.push(`${number(Math.round(all.tokens))} tokens on average`);
-    summary.replaceChildren(el("b", {}, `${all.is_cut ? "at least " : ""}${parts[0]}`), parts.length > 1 ? `: ${parts.slice(1).join(", ")}.` : ".", el("span", { class: "took" }, ` Answered in ${answer.seconds < 0.01 ? "less than 0.01" : answer.seconds.toFixed(2)} s.`));
+    summary.replaceChildren(el("b", {}, `${all.is_cut ? "at least " : ""}${parts[0]}`), parts.length > 1 ? `: ${parts.slice(1).join(", ")}.` : ".", el("span", { class: "took" }, ` Answered in ${answer.seconds < 0.01 ? "less than 0.01" : answer.seconds.toFixed(2)} s.${index.refused ? ` ${plural(index.refused, "line")} of the rollout files cannot be read.` : ""}`));
     showIndex(index);
     if (files.childElementCount === 3) files.append(...choices.evaluations.map((name) => { const option = el("option", { value: name }, name.replace(/^eval_|\.jsonl$/g, "held-out: ").replace(/held-out: $/, "")); option.selected = filter.file === name; return option; }));
     list.replaceChildren(...rows.map(rowOf));
@@ -462,6 +466,7 @@ function heldOutTables(found, table) {
 }
 
 function overlays(ids, charts) {
+  const stages = [...new Set(ids.map((id) => (charts.get(id) || [])[0]?.stages || []).sort((a, b) => b.length - a.length).flat())];
   const titles = [...new Set(ids.flatMap((id) => (charts.get(id) || []).map((chart) => chart.title)))];
   const cards = [];
   for (const title of titles) {
@@ -471,7 +476,7 @@ function overlays(ids, charts) {
     for (const label of new Set(found.flatMap((chart) => (chart ? chart.series.map((one) => one.label) : [])))) {
       const series = found.flatMap((chart, index) => (chart ? chart.series.filter((one) => one.label === label).map((one) => ({ ...one, low: undefined, high: undefined, arm: index, run: ids[index] })) : []));
       const several = new Set(model.series.map((one) => one.label)).size > 1;
-      const chart = { ...model, title: several ? `${title}: ${label}` : title, series };
+      const chart = { ...model, stages, title: several ? `${title}: ${label}` : title, series };
       const arms = [...new Set(series.map((one) => one.arm))];
       cards.push(el("figure", { class: "card" }, el("figcaption", {}, el("h3", {}, chart.title)), el("div", { class: "legend" }, arms.map((arm) => el("span", {}, el("i", { class: `arm a${arm % 8}` }), ids[arm]))), drawChart(chart, (one) => `arm a${one.arm % 8}`), el("p", { class: "note" }, chart.explanation)));
     }

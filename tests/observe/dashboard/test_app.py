@@ -87,6 +87,7 @@ def test_curves_grow_with_the_file_and_begin_again_after_a_resume_cut_it(sums: S
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"stage":"rl","step":6,"reward/mean":0.6}\n{"stage":"rl","step":7,"rew')
         assert steps() == [1, 2, 3, 4, 5, 6]
+        assert get(url, f"/api/run/{RUN}")[2]["reading"] == 1.0  # of a killed run the line never ends
         whole = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
         (run / "metrics.jsonl").write_text("".join(whole[:2]))
         assert steps() == [1, 2]
