@@ -26,20 +26,26 @@ from headrace.observe.dashboard.curves import MetricColumns, drawn_charts, secon
 from headrace.observe.dashboard.episode_index import EpisodeIndex
 from headrace.observe.dashboard.lanes import ActivityLine, parse_lines
 from headrace.observe.dashboard.tail import TailedFile
-from headrace.observe.report.run_report import STAGE_NAMES, headline, reward_findings
+from headrace.observe.report.run_report import (
+    STAGE_NAMES,
+    headline,
+    held_out_losses,
+    held_out_rewards,
+    reward_findings,
+)
 from headrace.observe.report.subject import subjects
 from headrace.observe.report.svg import number
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.run_list import ListedRun, describe_run
 from headrace.observe.run_warnings import read_warnings
 from headrace.observe.sinks.jsonl import MetricRecord
-from headrace.observe.sinks.progress import EVAL
+from headrace.observe.sinks.progress import EVAL, EVAL_REWARD
 
 DESCRIBE_EVERY_S = 2.0
 MAX_LOG, MAX_LOG_LINES = 128 << 10, 40  # of log.txt that are read, and warnings that are shown
 MAX_CONFIG = 1 << 20
 SLICE_S = 0.4  # of reading metrics before an answer is given with what there is
-HEADLINE = (EVAL, "reward/min", "reward/max", "credit/dead_groups")
+HEADLINE = (EVAL, EVAL_REWARD, "eval/loss", "reward/min", "reward/max", "credit/dead_groups")
 
 
 class FollowedRun:
@@ -166,6 +172,7 @@ class FollowedRun:
             **asdict(listed),
             "stages": [[name, STAGE_NAMES.get(name, name)] for name in columns.stages],
             "bars": [asdict(bar) for bar in bars],
+            "held_out": _held_out(records),
             "figures_now": _figures_now(recent),
             "step_s": step_s,
             "left_s": left_s,
@@ -227,6 +234,16 @@ def _headline_records(columns: MetricColumns) -> list[MetricRecord]:
     order = {stage: place for place, stage in enumerate(columns.stages)}
     places = sorted(by_place, key=lambda place: (order[place[0]], place[1]))
     return [MetricRecord(step=step, stage=stage, values=by_place[stage, step]) for stage, step in places]
+
+
+def _held_out(records: list[MetricRecord]) -> list[str]:
+    """Return the sentences of the report about held-out losses, and about rewards where nothing says success."""
+
+    def sentence(what: str, first: str, last: str) -> str:
+        return f"{what}: {last}{'' if first == last else f', from {first} when it was first measured'}."
+
+    rewards = [sentence(f"Mean reward on held-out tasks, {stage}", *of) for stage, *of in held_out_rewards(records)]
+    return rewards + [sentence(f"Held-out loss of {stage}", *of) for stage, *of in held_out_losses(records)]
 
 
 _NOW = (

@@ -7,7 +7,7 @@ const WINDOWS = [[120, "2 min"], [600, "10 min"], [1800, "30 min"]];
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   const whole = Math.round(seconds);
-  if (whole < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : whole} s`;
+  if (whole < 60) return `${seconds < 1 ? Number(seconds.toPrecision(2)) : seconds < 10 ? Number(seconds.toFixed(1)) : whole} s`;
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
   if (whole < 172800) return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
   return `${count(Math.floor(whole / 86400))} days ${Math.floor((whole % 86400) / 3600)} h`;
@@ -141,7 +141,7 @@ function overviewTab(body, base) {
     stop: stopLanes,
     update: async (run) => {
       running = run.state === "running";
-      const drawHero = () => showHero([run.bars, run.figures_now, run.step, run.steps, run.stage, run.left_s && Math.round(run.left_s), run.step_s, run.state, run.seconds && Math.round(run.seconds / 5), mini], () => heroOf(run, mini));
+      const drawHero = () => showHero([run.bars, run.held_out, run.figures_now, run.step, run.steps, run.stage, run.left_s && Math.round(run.left_s), run.step_s, run.state, run.seconds && Math.round(run.seconds / 5), mini], () => heroOf(run, mini));
       drawHero();
       showAdvice([run.advice, run.findings, run.warnings, run.alerts.slice(0, 3)], () => adviceOf(run));
       if (run.version !== version && !asking) {
@@ -164,14 +164,20 @@ function overviewTab(body, base) {
 
 function heroOf(run, mini) {
   const result = el("div", { class: "card result" });
+  const title = el("h2", {}, run.state === "running" ? "The result so far" : "The result");
   if (run.bars.length) {
-    result.append(el("h2", {}, "The result so far"), el("p", { class: "note" }, "Share of held-out tasks that are solved at the first try."));
+    result.append(title, el("p", { class: "note" }, "Share of held-out tasks that are solved at the first try."));
     for (const bar of run.bars) {
       const fill = el("span", { class: "fill" });
       fill.style.setProperty("width", `${Math.max(0.5, 100 * Math.min(1, bar.value))}%`);
       result.append(el("div", { class: `meter s-${bar.style}` }, el("span", { class: "label" }, bar.label), el("span", { class: "delta" }, bar.change), el("span", { class: "value" }, bar.text), el("span", { class: "track" }, fill)));
     }
-  } else result.append(el("h2", {}, "The result so far"), el("p", { class: "note" }, run.step ? "No held-out evaluation was made yet; the figures on the right are of training." : "Nothing was measured yet."));
+  } else {
+    const yet = run.state === "running" ? " yet" : "";
+    result.append(title);
+    if (!run.held_out.length) result.append(el("p", { class: "note" }, run.step ? `No held-out evaluation was made${yet}; the other figures are of training.` : `Nothing was measured${yet}.`));
+  }
+  result.append(...run.held_out.map((sentence) => el("p", { class: "note" }, sentence)));
   if (mini) result.append(el("div", { class: "mini" }, el("span", { class: "note" }, `${mini.title} so far`), drawChart(mini)));
   const share = run.step !== null && run.steps ? Math.min(1, run.step / run.steps) : 0;
   const round = 2 * Math.PI * 42;
@@ -304,7 +310,8 @@ const FIELDS = ["words", "task", "outcome", "file", "step_from", "step_to", "rew
 
 function episodesTab(body, id, base, query) {
   const filter = Object.fromEntries(FIELDS.map((name) => [name, query.get(name) || ""]));
-  let rows = [], skip = 0, current = null, timer = 0, generation = -1, asked = 0;
+  let rows = [], skip = 0, current = null, timer = 0, indexed = "", asked = 0; // `indexed`: how far the index was when the rows that are shown were asked
+  const stateOf = (index) => `${index.episodes} ${index.refused} ${index.share >= 1}`;
   const input = (name, type, title, options = {}) => el("input", { type, name, value: filter[name], "aria-label": title, placeholder: title, ...options, oninput: change });
   const select = (name, title, choices) => el("select", { name, "aria-label": title, onchange: change }, choices.map(([value, text]) => { const option = el("option", { value }, text); option.selected = filter[name] === value; return option; }));
   const files = select("file", "Which episodes", [["", "training and held-out"], ["train", "training"], ["eval", "held-out"]]);
@@ -334,6 +341,7 @@ function episodesTab(body, id, base, query) {
     try { answer = await ask(`${base}/episodes`, { ...filter, skip, limit: 40 }); } catch (error) { summary.textContent = error.message; return; }
     if (number_asked !== asked) return; // a newer filter was asked meanwhile
     rows = append ? [...rows, ...answer.rows] : answer.rows;
+    indexed = stateOf(answer.index);
     const { summary: all, index, choices } = answer;
     const parts = [plural(all.count, "episode")];
     if (all.reward !== null) parts.push(`mean reward ${number(all.reward)}`);
@@ -393,8 +401,7 @@ function episodesTab(body, id, base, query) {
     stop: () => { removeEventListener("keydown", keys); clearTimeout(timer); },
     update: (run) => {
       showIndex(run.index);
-      if (generation !== run.index.episodes && generation !== -1 && skip === 0 && rows.length <= 40) look(false); // new ones have come
-      generation = run.index.episodes;
+      if (indexed !== "" && indexed !== stateOf(run.index) && skip === 0 && rows.length <= 40) look(false); // new ones have come, or the index is done
     },
   };
 }

@@ -123,6 +123,18 @@ def test_an_episode_shows_what_was_asked_and_expected_and_tool_calls_as_people_r
         assert get(url, f"/api/run/{RUN}/episodes?sort=x")[0] == 400
 
 
+def test_held_out_losses_and_rewards_are_results_in_the_words_of_the_report(sums: Sums, dashboard: Dashboard) -> None:
+    run = sums()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"stage":"sft","step":0,"eval/loss":3.5}\n{"stage":"sft","step":9,"eval/loss":1.25}\n')
+        file.write('{"stage":"rl","step":6,"eval/reward":0.5}\n')
+    with dashboard() as url:
+        assert get(url, f"/api/run/{RUN}")[2]["held_out"] == [
+            "Mean reward on held-out tasks, reinforcement learning: 0.5.",
+            "Held-out loss of supervised fine-tuning: 1.25, from 3.5 when it was first measured.",
+        ]
+
+
 def test_two_runs_are_compared(sums: Sums, dashboard: Dashboard) -> None:
     sums()
     other = sums("other_2026-03-02T12-00-00Z")

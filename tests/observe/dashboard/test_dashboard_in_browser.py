@@ -148,6 +148,9 @@ def test_axes_are_in_the_order_of_the_run_and_a_folder_that_cannot_be_read_says_
 ) -> None:
     broken, run = sums("broken_2026-03-02T12-00-00Z"), make_run(tmp_path / "runs")
     (broken / "config.toml").write_text("[run\n")
+    none = tmp_path / "runs" / "none_2026-03-03T12-00-00Z"
+    (none / "checkpoints").mkdir(parents=True)
+    (none / "config.toml").write_text("[sft]\nsteps = 4\n")
     with (broken / "rollouts" / "step_000001.jsonl").open("a") as file:
         file.write("no episode\n")
     with (broken / "metrics.jsonl").open("a") as file:  # the ticks of this axis differ in the fifth digit
@@ -176,6 +179,8 @@ def test_axes_are_in_the_order_of_the_run_and_a_folder_that_cannot_be_read_says_
         )
         assert len(ticks) > 2
         assert len(set(ticks)) == len(ticks)
+        tab.ask(f"location.hash = '#/run/{none.name}/episodes'")
+        wait_until(tab, "document.querySelector('main').innerText.includes('The run has saved no episodes')")
         tab.ask(f"location.hash = '#/run/{broken.name}/episodes'")
         wait_until(tab, "document.querySelector('.summary')?.innerText.startsWith('40 episodes')")
         wait_until(tab, "document.querySelector('.summary').innerText.includes('1 line of the rollout files')")
