@@ -77,6 +77,12 @@ def on_config(config: Any) -> Any:
     return config
 
 
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> None:
+    """Show the first page without the columns at its sides, which would hold its own title and headings again."""
+    if page.file.src_uri == INDEX:
+        page.meta["hide"] = ["navigation", "toc"]
+
+
 def on_post_build(config: Any) -> None:
     """Write llms.txt at the root of the site, and the Markdown of every page beside its HTML."""
     index, site = (DOCS / INDEX).read_text(encoding="utf-8"), Path(config.site_dir)

@@ -48,6 +48,12 @@ def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
         assert not re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"https?://[^\"]+", text), file
 
 
+def test_the_first_page_shows_a_report_and_the_four_kinds(site: Path) -> None:
+    first = (site / "index.html").read_text(encoding="utf-8")
+    assert 'src="demo-report.png"' in first
+    assert re.findall(r'<h2 id="[^"]*">([^<]+)<', first) == ["Start", "How to", "Reference", "Why"]
+
+
 def test_llms_txt_has_every_page_with_a_sentence(site: Path) -> None:
     """The form of llmstxt.org: a title, a quoted summary, then lists of links with a sentence behind each."""
     lines = (site / "llms.txt").read_text(encoding="utf-8").splitlines()
@@ -106,3 +112,24 @@ def test_the_search_finds_pages_that_lie_on_disk(site: Path, tmp_path: Path) -> 
         while not tab.ask(f"{box}.dispatchEvent(new Event('keyup', {{ bubbles: true }})), {found}"):
             assert time.monotonic() < deadline, "the search has no answer"
             time.sleep(0.2)
+
+
+@needs_chromium
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [390, 1400])
+def test_names_in_tables_are_not_broken_and_no_page_is_wider_than_the_window(
+    site: Path, tmp_path: Path, width: int
+) -> None:
+    broken = (
+        "[...document.querySelectorAll('td code')].filter((code) => !code.textContent.includes(' ') && "
+        "code.getClientRects().length > 1).map((code) => code.textContent)"
+    )
+    with chromium(tmp_path / "profile") as tab:
+        tab.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        for page in ("index.html", "names.html", "configuration.html", "how-to/grpo.html"):
+            tab.call("Page.navigate", url="about:blank")
+            tab.call("Page.navigate", url=(site / page).as_uri())
+            while not tab.ask("document.readyState == 'complete' && document.querySelectorAll('td').length > 3"):
+                time.sleep(0.1)
+            assert tab.ask(broken) == [], page
+            assert tab.ask("document.documentElement.scrollWidth") <= width, page

@@ -113,12 +113,20 @@ def is_running(root: Path) -> bool:
 
 def inspect(state: Path, arguments: list[str]) -> int:
     options, [name] = split_options(arguments, ())
-    assert options == {"--format": ["{{.State.Running}}"]}
     root = state / "containers" / name
     if not root.exists():
         return fail(f"Error: No such container: {name}")
+    [form] = options["--format"]
+    if label := re.fullmatch(r'{{index \.Config\.Labels "([^"]+)"}}', form):
+        print(labels_of(root).get(label[1], ""))
+        return 0
+    assert form == "{{.State.Running}}"
     print("true" if is_running(root) else "false")
     return 0
+
+
+def labels_of(root: Path) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in json.loads((root / "options.json").read_text()).get("--label", []))
 
 
 def execute(state: Path, arguments: list[str]) -> int:
@@ -171,10 +179,13 @@ def rm(state: Path, arguments: list[str]) -> int:
 def ps(state: Path, arguments: list[str]) -> int:
     options, _ = split_options(arguments, ("--quiet", "--all"))
     [key] = [wanted.removeprefix("label=") for wanted in options.get("--filter", ["label="])]
+    if "--quiet" not in options and options.get("--format") != ["{{.Names}}"]:
+        return fail(
+            'Error: template: ps:1:24: executing "ps" at <.Label>: can\'t evaluate field Label', 125
+        )  # podman 4
     for root in sorted((state / "containers").glob("*")):
-        labels = dict(pair.split("=", 1) for pair in json.loads((root / "options.json").read_text()).get("--label", []))
-        if not key or key in labels:
-            print(root.name, labels.get(key, ""))
+        if not key or key in labels_of(root):
+            print(root.name)
     return 0
 
 

@@ -48,16 +48,21 @@ class ContainerPool:
 
     def remove_leftovers(self) -> list[str]:
         """Remove the containers of this machine whose owner is gone, and return their names."""
-        listed = self.program.check(
-            "ps", "--all", "--filter", f"label={LABEL}", "--format", f'{{{{.Names}}}} {{{{.Label "{LABEL}"}}}}'
-        )
-        pairs = [line.split(maxsplit=1) for line in listed.splitlines() if len(line.split(maxsplit=1)) == 2]
-        names = [name for name, owner in pairs if is_gone(owner)]
+        listed = self.program.check("ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}")
+        names = [name for name in listed.split() if is_gone(self._owner(name))]
         for name in names:
             self._remove(name)
         if names:
             logger.warning("removed %d containers that an earlier run left behind: %s", len(names), ", ".join(names))
         return names
+
+    def _owner(self, name: str) -> str:
+        """Return the label that names the owner of a container; empty if it is gone meanwhile.
+
+        `docker ps` prints one label, `podman ps` of some versions cannot; both know `inspect`.
+        """
+        result = self.program.call("inspect", "--format", f'{{{{index .Config.Labels "{LABEL}"}}}}', name)
+        return result.output.strip() if result.code == 0 else ""
 
     def image(self, tag: str, *, context: Path | None, timeout_s: float) -> None:
         """Build or pull an image unless it exists; of several threads that want it, one does."""

@@ -18,6 +18,17 @@ export function number(value) {
   return String(Number(value.toPrecision(size >= 1 ? 4 : 3)));
 }
 
+// Labels of an axis: with more digits where two of them would read the same.
+function tickTexts(ticks, form) {
+  const texts = ticks.map((tick) => form(tick));
+  if (form !== number || new Set(texts).size === texts.length) return texts;
+  for (let digits = 5; digits < 13; digits += 1) {
+    const longer = ticks.map((tick) => String(Number(tick.toPrecision(digits))));
+    if (new Set(longer).size === longer.length) return longer;
+  }
+  return texts;
+}
+
 export const percent = (value) => `${(100 * value).toFixed(1).replace(".0", "")}%`;
 
 function roundTicks(low, high, about) {
@@ -66,9 +77,11 @@ function isNoisy(values) {
   return travelled > 3 * (Math.max(...values) - Math.min(...values));
 }
 
-function panels(series) {
+// The stages side by side, in the order of the run.
+function panels({ series, stages = [] }) {
   const spans = new Map();
-  for (const one of series) {
+  const place = (one) => stages.indexOf(one.stage);
+  for (const one of [...series].sort((a, b) => place(a) - place(b))) {
     const span = spans.get(one.stage) || [Infinity, -Infinity];
     spans.set(one.stage, [Math.min(span[0], one.steps[0]), Math.max(span[1], one.steps[one.steps.length - 1])]);
   }
@@ -87,11 +100,12 @@ function frame(figure, axis, places, form, log) {
     const ticks = panel.last > panel.first ? roundTicks(panel.first, panel.last, about).filter(Number.isInteger) : [panel.first];
     for (const tick of ticks) figure.append(svg("text", { class: "tick", x: across(panel, tick), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }, String(tick)));
   }
-  for (const tick of axis.ticks) {
+  const texts = tickTexts(axis.ticks, form);
+  axis.ticks.forEach((tick, index) => {
     const y = HEIGHT - BOTTOM - axis.place(tick) * (HEIGHT - TOP - BOTTOM);
     figure.append(svg("line", { class: "grid", x1: LEFT - 4, x2: WIDTH - RIGHT + 4, y1: y, y2: y }));
-    figure.append(svg("text", { class: "tick", x: LEFT - 10, y: y + 4, "text-anchor": "end" }, form(tick)));
-  }
+    figure.append(svg("text", { class: "tick", x: LEFT - 10, y: y + 4, "text-anchor": "end" }, texts[index]));
+  });
   if (log) figure.append(svg("text", { class: "tick", x: WIDTH - RIGHT, y: HEIGHT - 2, "text-anchor": "end" }, "logarithmic"));
 }
 
@@ -103,7 +117,7 @@ export function drawChart(chart, tone = (one) => `c${one.style} s-${one.stage}`)
 function drawCurves(chart, tone) {
   const form = chart.share ? percent : number;
   const axis = axisOf(chart.series.flatMap((one) => (one.low ? [...one.mean, ...one.low, ...one.high] : one.mean)), chart.share);
-  const places = panels(chart.series);
+  const places = panels(chart);
   const at = (value) => HEIGHT - BOTTOM - axis.place(value) * (HEIGHT - TOP - BOTTOM);
   const figure = svg("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": chart.title });
   frame(figure, axis, places, form, axis.log);
@@ -131,7 +145,7 @@ function drawCurves(chart, tone) {
 }
 
 function drawBars(chart, tone) {
-  const places = panels(chart.series);
+  const places = panels(chart);
   const columns = new Map();
   for (const one of chart.series) one.steps.forEach((step, index) => {
     const key = `${one.stage} ${Math.round((index / one.steps.length) * 60)}`;

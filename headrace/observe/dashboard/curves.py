@@ -198,6 +198,7 @@ def chart_of(curve: Curve, columns: MetricColumns) -> dict[str, Any] | None:
         "explanation": curve.explanation,
         "share": curve.share,
         "marked": curve.marked,
+        "stages": list(columns.stages),
         "series": series,
     }
 
@@ -226,6 +227,7 @@ def _times(columns: MetricColumns) -> dict[str, Any] | None:
         "share": False,
         "marked": False,
         "unit": "s",
+        "stages": list(columns.stages),
         "series": series,
     }
 

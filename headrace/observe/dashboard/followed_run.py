@@ -26,19 +26,26 @@ from headrace.observe.dashboard.curves import MetricColumns, drawn_charts, secon
 from headrace.observe.dashboard.episode_index import EpisodeIndex
 from headrace.observe.dashboard.lanes import ActivityLine, parse_lines
 from headrace.observe.dashboard.tail import TailedFile
-from headrace.observe.report.run_report import STAGE_NAMES, headline, reward_findings
+from headrace.observe.report.run_report import (
+    STAGE_NAMES,
+    headline,
+    held_out_losses,
+    held_out_rewards,
+    reward_findings,
+)
+from headrace.observe.report.subject import subjects
 from headrace.observe.report.svg import number
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.run_list import ListedRun, describe_run
 from headrace.observe.run_warnings import read_warnings
 from headrace.observe.sinks.jsonl import MetricRecord
-from headrace.observe.sinks.progress import EVAL
+from headrace.observe.sinks.progress import EVAL, EVAL_REWARD
 
 DESCRIBE_EVERY_S = 2.0
 MAX_LOG, MAX_LOG_LINES = 128 << 10, 40  # of log.txt that are read, and warnings that are shown
 MAX_CONFIG = 1 << 20
 SLICE_S = 0.4  # of reading metrics before an answer is given with what there is
-HEADLINE = (EVAL, "reward/min", "reward/max", "credit/dead_groups")
+HEADLINE = (EVAL, EVAL_REWARD, "eval/loss", "reward/min", "reward/max", "credit/dead_groups")
 
 
 class FollowedRun:
@@ -165,6 +172,7 @@ class FollowedRun:
             **asdict(listed),
             "stages": [[name, STAGE_NAMES.get(name, name)] for name in columns.stages],
             "bars": [asdict(bar) for bar in bars],
+            "held_out": _held_out(records),
             "figures_now": _figures_now(recent),
             "step_s": step_s,
             "left_s": left_s,
@@ -174,8 +182,7 @@ class FollowedRun:
             "warnings": warnings,
             "alerts": [asdict(alert) for alert in alerts],
             "model": str(_table(config, "model").get("path", "")),
-            "task": _task_source(config),
-            "rewards": _reward_names(config),
+            "about": subjects(config),
             "records": columns.num_records,
             "refused": columns.num_refused,
             "reading": self.reading,
@@ -229,6 +236,16 @@ def _headline_records(columns: MetricColumns) -> list[MetricRecord]:
     return [MetricRecord(step=step, stage=stage, values=by_place[stage, step]) for stage, step in places]
 
 
+def _held_out(records: list[MetricRecord]) -> list[str]:
+    """Return the sentences of the report about held-out losses, and about rewards where nothing says success."""
+
+    def sentence(what: str, first: str, last: str) -> str:
+        return f"{what}: {last}{'' if first == last else f', from {first} when it was first measured'}."
+
+    rewards = [sentence(f"Mean reward on held-out tasks, {stage}", *of) for stage, *of in held_out_rewards(records)]
+    return rewards + [sentence(f"Held-out loss of {stage}", *of) for stage, *of in held_out_losses(records)]
+
+
 _NOW = (
     ("reward/mean", "reward", False),
     ("rollout/success", "success in training", True),
@@ -258,21 +275,3 @@ def _figures_now(recent: Mapping[str, list[float]]) -> list[dict[str, Any]]:
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     table = config.get(name)
     return table if isinstance(table, Mapping) else {}
-
-
-def _task_source(config: Mapping[str, Any]) -> str:
-    """Name what the run learns from: the tasks of [rl], else the sources of [sft]."""
-    tasks = _table(config, "rl").get("tasks") or _table(config, "sft").get("sources")
-    sources = tasks if isinstance(tasks, list) else [tasks]
-    names = [
-        str(source.get("name") or source.get("path") or source.get("type", ""))
-        for source in sources
-        if isinstance(source, Mapping)
-    ]
-    return ", ".join(name for name in names[:4] if name)
-
-
-def _reward_names(config: Mapping[str, Any]) -> str:
-    rewards = _table(config, "rl").get("rewards")
-    named = [str(reward.get("fn", "")) for reward in rewards if isinstance(reward, Mapping)] if rewards else []
-    return ", ".join(named[:6])

@@ -7,9 +7,10 @@ const WINDOWS = [[120, "2 min"], [600, "10 min"], [1800, "30 min"]];
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
   const whole = Math.round(seconds);
-  if (whole < 60) return `${seconds < 10 ? Number(seconds.toFixed(1)) : whole} s`;
+  if (whole < 60) return `${seconds < 1 ? Number(seconds.toPrecision(2)) : seconds < 10 ? Number(seconds.toFixed(1)) : whole} s`;
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
-  return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
+  if (whole < 172800) return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
+  return `${count(Math.floor(whole / 86400))} days ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
 const count = (value) => value.toLocaleString("en");
@@ -52,8 +53,9 @@ export function listPage(main) {
   return repeat(async () => {
     const { runs, left } = await ask("/api/runs");
     const going = runs.filter((run) => run.state === "running").length;
-    note.textContent = runs.length ? `${plural(runs.length, "run")}, ${going} of them running${left ? `; ${left} more are being read` : ""}. Choose two or more to compare them.` : "There are no runs here yet. This page shows them as they begin.";
-    show(runs, () => runs.map((run) => runCard(run, chosen, choose)));
+    note.textContent = runs.length ? `${plural(runs.length, "run")}, ${going} of them running${left ? `; ${left} more are being read` : ""}.${runs.length > 1 ? " Choose two or more to compare them." : ""}` : "";
+    compare.hidden = runs.length < 2;
+    show(runs, () => (runs.length || left ? runs.map((run) => runCard(run, chosen, choose)) : el("p", { class: "card none" }, "There are no runs here yet. ", el("code", {}, "headrace train run.toml"), " begins one, and this page shows it as it begins.")));
     ready();
     return left ? 300 : 2500;
   }, 2500);
@@ -98,8 +100,8 @@ export function runPage(main, id, tab, query) {
       throw error;
     }
     state.overview = run;
-    heading([run.name, run.state, run.stages, run.model, run.task, run.rewards, run.by, run.reason, run.silent_s > 30 ? Math.round(run.silent_s / 10) : 0, run.reading < 1 ? run.reading : 1], () => headOf(run));
-    const alerts = run.warnings.length + run.alerts.length + run.findings.length;
+    heading([run.name, run.state, run.stages, run.model, run.about, run.by, run.reason, run.problems, run.silent_s > 30 ? Math.round(run.silent_s / 10) : 0, run.reading < 1 ? run.reading : 1], () => headOf(run));
+    const alerts = run.warnings.length + run.alerts.length + run.findings.length + run.problems.length;
     nav.lastChild.replaceChildren("Warnings and log", alerts ? el("span", { class: "count" }, String(alerts)) : "");
     inner.update(run);
     ready();
@@ -109,12 +111,13 @@ export function runPage(main, id, tab, query) {
 }
 
 function headOf(run) {
-  const about = [run.model && ["model", run.model], run.task && ["tasks", run.task], run.rewards && ["rewards", run.rewards]].filter(Boolean);
+  const about = [run.model && ["model", run.model], ...run.about].filter(Boolean);
   const silent = run.silent_s > 30 ? `, silent for ${duration(run.silent_s)}` : "";
   return [
     el("div", { class: "title" }, el("h1", {}, run.name), pill(run.silent_s > 30 ? "stopped" : run.state, run.state === "running" && silent ? `running${silent}` : null)),
     el("p", { class: "about" }, about.map(([label, text]) => el("span", {}, el("b", {}, label), text)), run.by ? el("span", {}, el("b", {}, "by"), run.by) : null),
     run.reason ? el("p", { class: "reason" }, run.reason) : null,
+    ...run.problems.map((problem) => el("p", { class: "reason" }, problem)),
     run.reading < 1 ? el("p", { class: "note" }, `Reading the metrics: ${percent(run.reading)}`) : null,
   ];
 }
@@ -138,7 +141,7 @@ function overviewTab(body, base) {
     stop: stopLanes,
     update: async (run) => {
       running = run.state === "running";
-      const drawHero = () => showHero([run.bars, run.figures_now, run.step, run.steps, run.stage, run.left_s && Math.round(run.left_s), run.step_s, run.state, run.seconds && Math.round(run.seconds / 5), mini], () => heroOf(run, mini));
+      const drawHero = () => showHero([run.bars, run.held_out, run.figures_now, run.step, run.steps, run.stage, run.left_s && Math.round(run.left_s), run.step_s, run.state, run.seconds && Math.round(run.seconds / 5), mini], () => heroOf(run, mini));
       drawHero();
       showAdvice([run.advice, run.findings, run.warnings, run.alerts.slice(0, 3)], () => adviceOf(run));
       if (run.version !== version && !asking) {
@@ -161,14 +164,20 @@ function overviewTab(body, base) {
 
 function heroOf(run, mini) {
   const result = el("div", { class: "card result" });
+  const title = el("h2", {}, run.state === "running" ? "The result so far" : "The result");
   if (run.bars.length) {
-    result.append(el("h2", {}, "The result so far"), el("p", { class: "note" }, "Share of held-out tasks that are solved at the first try."));
+    result.append(title, el("p", { class: "note" }, "Share of held-out tasks that are solved at the first try."));
     for (const bar of run.bars) {
       const fill = el("span", { class: "fill" });
       fill.style.setProperty("width", `${Math.max(0.5, 100 * Math.min(1, bar.value))}%`);
       result.append(el("div", { class: `meter s-${bar.style}` }, el("span", { class: "label" }, bar.label), el("span", { class: "delta" }, bar.change), el("span", { class: "value" }, bar.text), el("span", { class: "track" }, fill)));
     }
-  } else result.append(el("h2", {}, "The result so far"), el("p", { class: "note" }, run.step ? "No held-out evaluation was made yet; the figures on the right are of training." : "Nothing was measured yet."));
+  } else {
+    const yet = run.state === "running" ? " yet" : "";
+    result.append(title);
+    if (!run.held_out.length) result.append(el("p", { class: "note" }, run.step ? `No held-out evaluation was made${yet}; the other figures are of training.` : `Nothing was measured${yet}.`));
+  }
+  result.append(...run.held_out.map((sentence) => el("p", { class: "note" }, sentence)));
   if (mini) result.append(el("div", { class: "mini" }, el("span", { class: "note" }, `${mini.title} so far`), drawChart(mini)));
   const share = run.step !== null && run.steps ? Math.min(1, run.step / run.steps) : 0;
   const round = 2 * Math.PI * 42;
@@ -239,8 +248,9 @@ function chartsOf(charts) {
 
 function chartCard(chart) {
   const form = chart.share ? percent : number;
-  const first = chart.series[0], labels = [...new Map(chart.series.map((one) => [one.label, one])).values()];
-  const change = first.mean.length > 1 ? `${form(first.mean[0])} → ${form(first.mean[first.mean.length - 1])}` : form(first.mean[0]);
+  const labels = [...new Map(chart.series.map((one) => [one.label, one])).values()];
+  const order = chart.stages || [], values = chart.series.filter((one) => one.label === chart.series[0].label).sort((a, b) => order.indexOf(a.stage) - order.indexOf(b.stage)).flatMap((one) => one.mean);
+  const change = values.length > 1 ? `${form(values[0])} → ${form(values[values.length - 1])}` : form(values[0]); // over all stages
   return el("figure", { class: "card" },
     el("figcaption", {}, el("h3", {}, chart.title), el("span", { class: "change" }, chart.unit === "s" ? "" : change)),
     labels.length > 1 || chart.unit === "s" ? el("div", { class: "legend" }, labels.map((one) => el("span", {}, el("i", { class: `c${one.style} ${chart.unit === "s" ? "" : `s-${one.stage}`}` }), one.label))) : null,
@@ -300,7 +310,8 @@ const FIELDS = ["words", "task", "outcome", "file", "step_from", "step_to", "rew
 
 function episodesTab(body, id, base, query) {
   const filter = Object.fromEntries(FIELDS.map((name) => [name, query.get(name) || ""]));
-  let rows = [], skip = 0, current = null, timer = 0, generation = -1, asked = 0;
+  let rows = [], skip = 0, current = null, timer = 0, indexed = "", asked = 0; // `indexed`: how far the index was when the rows that are shown were asked
+  const stateOf = (index) => `${index.episodes} ${index.refused} ${index.share >= 1}`;
   const input = (name, type, title, options = {}) => el("input", { type, name, value: filter[name], "aria-label": title, placeholder: title, ...options, oninput: change });
   const select = (name, title, choices) => el("select", { name, "aria-label": title, onchange: change }, choices.map(([value, text]) => { const option = el("option", { value }, text); option.selected = filter[name] === value; return option; }));
   const files = select("file", "Which episodes", [["", "training and held-out"], ["train", "training"], ["eval", "held-out"]]);
@@ -330,12 +341,13 @@ function episodesTab(body, id, base, query) {
     try { answer = await ask(`${base}/episodes`, { ...filter, skip, limit: 40 }); } catch (error) { summary.textContent = error.message; return; }
     if (number_asked !== asked) return; // a newer filter was asked meanwhile
     rows = append ? [...rows, ...answer.rows] : answer.rows;
+    indexed = stateOf(answer.index);
     const { summary: all, index, choices } = answer;
     const parts = [plural(all.count, "episode")];
     if (all.reward !== null) parts.push(`mean reward ${number(all.reward)}`);
     if (all.solved !== null) parts.push(`${percent(all.solved)} solved`);
     if (all.tokens !== null) parts.push(`${number(Math.round(all.tokens))} tokens on average`);
-    summary.replaceChildren(el("b", {}, `${all.is_cut ? "at least " : ""}${parts[0]}`), parts.length > 1 ? `: ${parts.slice(1).join(", ")}.` : ".", el("span", { class: "took" }, ` Answered in ${answer.seconds < 0.01 ? "less than 0.01" : answer.seconds.toFixed(2)} s.`));
+    summary.replaceChildren(el("b", {}, `${all.is_cut ? "at least " : ""}${parts[0]}`), parts.length > 1 ? `: ${parts.slice(1).join(", ")}.` : ".", el("span", { class: "took" }, ` Answered in ${answer.seconds < 0.01 ? "less than 0.01" : answer.seconds.toFixed(2)} s.${index.refused ? ` ${plural(index.refused, "line")} of the rollout files cannot be read.` : ""}`));
     showIndex(index);
     if (files.childElementCount === 3) files.append(...choices.evaluations.map((name) => { const option = el("option", { value: name }, name.replace(/^eval_|\.jsonl$/g, "held-out: ").replace(/held-out: $/, "")); option.selected = filter.file === name; return option; }));
     list.replaceChildren(...rows.map(rowOf));
@@ -389,8 +401,7 @@ function episodesTab(body, id, base, query) {
     stop: () => { removeEventListener("keydown", keys); clearTimeout(timer); },
     update: (run) => {
       showIndex(run.index);
-      if (generation !== run.index.episodes && generation !== -1 && skip === 0 && rows.length <= 40) look(false); // new ones have come
-      generation = run.index.episodes;
+      if (indexed !== "" && indexed !== stateOf(run.index) && skip === 0 && rows.length <= 40) look(false); // new ones have come, or the index is done
     },
   };
 }
@@ -462,6 +473,7 @@ function heldOutTables(found, table) {
 }
 
 function overlays(ids, charts) {
+  const stages = [...new Set(ids.map((id) => (charts.get(id) || [])[0]?.stages || []).sort((a, b) => b.length - a.length).flat())];
   const titles = [...new Set(ids.flatMap((id) => (charts.get(id) || []).map((chart) => chart.title)))];
   const cards = [];
   for (const title of titles) {
@@ -471,7 +483,7 @@ function overlays(ids, charts) {
     for (const label of new Set(found.flatMap((chart) => (chart ? chart.series.map((one) => one.label) : [])))) {
       const series = found.flatMap((chart, index) => (chart ? chart.series.filter((one) => one.label === label).map((one) => ({ ...one, low: undefined, high: undefined, arm: index, run: ids[index] })) : []));
       const several = new Set(model.series.map((one) => one.label)).size > 1;
-      const chart = { ...model, title: several ? `${title}: ${label}` : title, series };
+      const chart = { ...model, stages, title: several ? `${title}: ${label}` : title, series };
       const arms = [...new Set(series.map((one) => one.arm))];
       cards.push(el("figure", { class: "card" }, el("figcaption", {}, el("h3", {}, chart.title)), el("div", { class: "legend" }, arms.map((arm) => el("span", {}, el("i", { class: `arm a${arm % 8}` }), ids[arm]))), drawChart(chart, (one) => `arm a${one.arm % 8}`), el("p", { class: "note" }, chart.explanation)));
     }

@@ -29,12 +29,12 @@ class TailedFile:
         self._path, self._max_read = path, max_read
         self._identity: tuple[int, int] | None = None
         self._offset, self._mark, self._skips = 0, b"", False
-        self.size = 0
+        self._seen = self.size = 0
 
     @property
     def progress(self) -> float:
-        """The share of the file that was read; 1 if it is empty or missing."""
-        return min(1.0, self._offset / self.size) if self.size else 1.0
+        """The share of the file that was read, also of a last line without an end; 1 if it is empty or missing."""
+        return min(1.0, self._seen / self.size) if self.size else 1.0
 
     def read(self) -> NewLines:
         """Return the lines that have come since; none if the file is missing or cannot be read now."""
@@ -43,7 +43,8 @@ class TailedFile:
                 return self._read(file.fileno())
         except OSError:
             was_there, self._identity = self._identity is not None, None
-            self._offset, self._mark, self._skips, self.size = 0, b"", False, 0
+            self._offset, self._mark, self._skips = 0, b"", False
+            self._seen = self.size = 0
             return NewLines([], was_there, False)
 
     def _read(self, descriptor: int) -> NewLines:
@@ -68,6 +69,7 @@ class TailedFile:
             content += more
         if end == 0 and len(content) >= MAX_LINE:
             self._skips, end = True, len(content)
+        self._seen = self._offset + len(content)
         whole = content[:end]
         lines = whole.split(b"\n")[:-1] if whole.endswith(b"\n") else []
         if self._skips and whole.endswith(b"\n"):

@@ -87,6 +87,7 @@ def test_curves_grow_with_the_file_and_begin_again_after_a_resume_cut_it(sums: S
         with (run / "metrics.jsonl").open("a") as file:
             file.write('{"stage":"rl","step":6,"reward/mean":0.6}\n{"stage":"rl","step":7,"rew')
         assert steps() == [1, 2, 3, 4, 5, 6]
+        assert get(url, f"/api/run/{RUN}")[2]["reading"] == 1.0  # of a killed run the line never ends
         whole = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
         (run / "metrics.jsonl").write_text("".join(whole[:2]))
         assert steps() == [1, 2]
@@ -120,6 +121,18 @@ def test_an_episode_shows_what_was_asked_and_expected_and_tool_calls_as_people_r
         assert get(url, f"/api/run/{RUN}/episode?id=99999")[0] == 400
         assert get(url, f"/api/run/{RUN}/episodes?reward_from=x")[0] == 400
         assert get(url, f"/api/run/{RUN}/episodes?sort=x")[0] == 400
+
+
+def test_held_out_losses_and_rewards_are_results_in_the_words_of_the_report(sums: Sums, dashboard: Dashboard) -> None:
+    run = sums()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"stage":"sft","step":0,"eval/loss":3.5}\n{"stage":"sft","step":9,"eval/loss":1.25}\n')
+        file.write('{"stage":"rl","step":6,"eval/reward":0.5}\n')
+    with dashboard() as url:
+        assert get(url, f"/api/run/{RUN}")[2]["held_out"] == [
+            "Mean reward on held-out tasks, reinforcement learning: 0.5.",
+            "Held-out loss of supervised fine-tuning: 1.25, from 3.5 when it was first measured.",
+        ]
 
 
 def test_two_runs_are_compared(sums: Sums, dashboard: Dashboard) -> None:

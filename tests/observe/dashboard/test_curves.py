@@ -68,6 +68,16 @@ def test_the_page_has_the_charts_of_the_report_with_its_words(tmp_path: Path) ->
     assert other_names(columns) == ["reward/format"]
 
 
+def test_a_chart_has_the_stages_in_the_order_of_the_run_whichever_metric_comes_first() -> None:
+    columns = MetricColumns()
+    columns.add([b'{"stage":"sft","step":1,"perf/trained_tokens_per_s":9.0,"time/train_s":1.0}'])
+    columns.add([b'{"stage":"rl","step":1,"perf/sampled_tokens_per_s":2.0,"time/rollout_s":3.0,"time/train_s":1.0}'])
+    for title in ("Throughput", "Where the time went"):
+        chart = next(chart for chart in drawn_charts(columns) if chart["title"] == title)
+        assert chart["series"][0]["stage"] == "rl"
+        assert chart["stages"] == ["sft", "rl"]
+
+
 def test_a_chart_takes_the_first_of_two_names_for_one_thing() -> None:
     supervised = next(curve for curve in CURVES if curve.title == "Loss, supervised")
     columns = MetricColumns()

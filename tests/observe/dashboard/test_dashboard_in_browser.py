@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.chromium import Tab, chromium, decode_png, needs_chromium
+from support.made_up_run import make_run
 
 pytestmark = needs_chromium
 
@@ -139,6 +140,59 @@ def test_the_key_is_asked_for_and_opens_the_page(sums: Sums, dashboard: Dashboar
                 "document.querySelector('form').requestSubmit()"
             )
             wait_until(tab, f"document.querySelector('main').innerText.includes({expected})")
+
+
+@pytest.mark.slow
+def test_axes_are_in_the_order_of_the_run_and_a_folder_that_cannot_be_read_says_so(
+    sums: Sums, dashboard: Dashboard, tmp_path: Path
+) -> None:
+    broken, run = sums("broken_2026-03-02T12-00-00Z"), make_run(tmp_path / "runs")
+    (broken / "config.toml").write_text("[run\n")
+    none = tmp_path / "runs" / "none_2026-03-03T12-00-00Z"
+    (none / "checkpoints").mkdir(parents=True)
+    (none / "config.toml").write_text("[sft]\nsteps = 4\n")
+    with (broken / "rollouts" / "step_000001.jsonl").open("a") as file:
+        file.write("no episode\n")
+    with (broken / "metrics.jsonl").open("a") as file:  # the ticks of this axis differ in the fifth digit
+        file.write(
+            '{"stage":"rl","step":6,"made_up/ratio":1.0001}\n{"stage":"rl","step":7,"made_up/ratio":1.0005}\n{"st'
+        )
+    with dashboard() as url, chromium(tmp_path / "profile") as tab:
+        tab.open(f"{url}/#/run/{run.name}")
+        wait_until(tab, "document.querySelectorAll('svg.chart').length > 10")
+        stages = tab.ask(
+            "[...document.querySelectorAll('svg.chart')].map((chart) => [...chart.querySelectorAll('text.stage')]"
+            ".map((text) => text.textContent).join(' '))"
+        )
+        assert set(stages) == {"", "SFT RL"}
+        assert stages.count("SFT RL") > 3
+        assert "7.5e-5 → 0.0003" in text(tab, "section.curves")  # of the learning rate, over both stages
+
+        tab.open(f"{url}/#/run/{broken.name}")
+        assert "config.toml cannot be read: TOMLDecodeError" in text(tab, ".run-head")
+        assert "Reading the metrics" not in text(tab, ".run-head")
+        wait_until(tab, "document.querySelector('.others option')")
+        set_field(tab, ".others input", "made_up/ratio", "change")
+        wait_until(tab, "document.querySelector('.others svg.chart')")
+        ticks = tab.ask(
+            "[...document.querySelectorAll('.others svg.chart text[text-anchor=end]')].map((text) => text.textContent)"
+        )
+        assert len(ticks) > 2
+        assert len(set(ticks)) == len(ticks)
+        tab.ask(f"location.hash = '#/run/{none.name}/episodes'")
+        wait_until(tab, "document.querySelector('main').innerText.includes('The run has saved no episodes')")
+        tab.ask(f"location.hash = '#/run/{broken.name}/episodes'")
+        wait_until(tab, "document.querySelector('.summary')?.innerText.startsWith('40 episodes')")
+        wait_until(tab, "document.querySelector('.summary').innerText.includes('1 line of the rollout files')")
+
+
+@pytest.mark.slow
+def test_an_empty_folder_says_how_a_run_begins(dashboard: Dashboard, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    with dashboard() as url, chromium(tmp_path / "profile") as tab:
+        tab.open(url)
+        wait_until(tab, "document.querySelector('main').innerText.includes('headrace train run.toml')")
+        assert tab.ask("document.querySelector('button.primary').hidden")
 
 
 @pytest.mark.slow
