@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 EVERY_S = 1.0  # between two lines
 KEPT_LINES = 1800  # that the file is cut down to when it has twice as many
-MAX_BYTES = 4 << 20  # of an earlier process's file that are read
+MAX_BYTES = 4 << 20  # of the file that are read to cut it down
 MAX_NOW, MAX_WORDS = 6, 120  # activities that a line names, and the characters of each
 LANES = ("sampling", "environment", "reward", "training", "publishing", "evaluation", "saving", "loading")
 WAITING, REQUESTS = "waiting", "requests"  # the trainer for a batch; episodes for tokens
@@ -118,15 +117,12 @@ class ActivityRecorder:
         self._engine_here = False
         self._line_times, self._step_times = BusyTimes(clock()), BusyTimes(clock())
         self._stage, self._step = "", 0
-        self._lines: deque[str] = deque(maxlen=kept_lines)
-        self._num_written = 0  # lines in the file
+        self._num_written = 2 * kept_lines  # lines in the file; the first one rewrites what an earlier process left
         self._ended = threading.Event()
         self._observed = observing(self._changed)
         self._thread = threading.Thread(target=self._run, name="headrace-activity", daemon=True)
 
     def __enter__(self) -> Self:
-        self._lines.extend(_last_lines(self._path, self._kept_lines))
-        self._num_written = 2 * self._kept_lines  # so that the first line rewrites what an earlier process left
         self._observed.__enter__()
         self._thread.start()
         return self
@@ -193,14 +189,14 @@ class ActivityRecorder:
 
     def _write(self) -> bool:
         text = json_line(self.line())
-        self._lines.append(text)
         try:
             self._check_owner()
             if self._num_written >= 2 * self._kept_lines:
+                kept = [*_last_lines(self._path, self._kept_lines - 1), text]
                 temporary = self._path.with_name(f".{self._path.name}-{os.getpid()}")
-                temporary.write_text("".join(self._lines), encoding="utf-8")
+                temporary.write_text("".join(kept), encoding="utf-8")
                 os.replace(temporary, self._path)
-                self._num_written = len(self._lines)
+                self._num_written = len(kept)
             else:
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(text)
@@ -234,7 +230,7 @@ class ActivitySink:
 
 
 def _last_lines(path: Path, count: int) -> list[str]:
-    """Read the last whole lines that an earlier process of the run wrote; none if they cannot be read."""
+    """Read the last whole lines of the file, at most `count`; none if they cannot be read."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -243,7 +239,7 @@ def _last_lines(path: Path, count: int) -> list[str]:
     except OSError:
         return []
     lines = []
-    for raw in content.split(b"\n")[:-1][-count:]:
+    for raw in content.split(b"\n")[:-1][-count:] if count else ():
         try:
             if isinstance(json.loads(raw), dict):
                 lines.append(raw.decode("utf-8") + "\n")

@@ -1,7 +1,9 @@
 """The recorder adds up who was busy and what the trainer waited for, by a clock that the test moves."""
 
+import gc
 import json
 import threading
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,23 @@ def test_the_file_stays_bounded_and_a_second_process_goes_on_with_it(tmp_path: P
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines][-1] == 29
     assert all(set(line) == {"at", "s", "stage", "step", "busy", "waits", "open", "now"} for line in lines)
+
+
+def test_the_lines_are_kept_in_the_file_and_not_in_memory(tmp_path: Path) -> None:
+    with recorder(tmp_path / "activity.jsonl", Clock(), kept_lines=2000) as recorded:
+
+        def traced_after(lines: int) -> int:
+            for _ in range(lines):
+                assert recorded._write()
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        tracemalloc.start()
+        try:
+            before = traced_after(50)
+            assert traced_after(1000) - before < 50_000, "a line is about 150 bytes"
+        finally:
+            tracemalloc.stop()
 
 
 def test_the_first_lines_of_a_second_process_follow_those_of_the_first(tmp_path: Path) -> None:

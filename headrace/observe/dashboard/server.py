@@ -137,4 +137,5 @@ def dashboard_beside(root: Path, *, host: str, port: int, key: str | None) -> It
             process.wait(timeout=CLOSE_S + 5)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the system will end it
+                process.wait(timeout=STOP_S)

@@ -23,7 +23,7 @@ from headrace.model.load import no_progress_bars
 from headrace.process.watchdog import EXIT_STALLED
 from headrace.train.fsdp.launch import RankPlace, open_store
 from headrace.train.fsdp.rank_backend import RankBackend, run_part
-from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, RankGroup, join_group
+from headrace.train.fsdp.ranks import CHANNEL, SLACK_S, RankGroup, end_with_machine, join_group
 
 
 def serve_rank(place: RankPlace, *, device: str, deadline_s: float) -> None:
@@ -37,6 +37,7 @@ def serve_rank(place: RankPlace, *, device: str, deadline_s: float) -> None:
         store = open_store(place, deadline_s=deadline_s)
         channel = json.loads(store.get(CHANNEL))
     connection = Client((channel["address"], channel["port"]), authkey=bytes.fromhex(channel["key"]))
+    end_with_machine(connection)
     connection.send(place.rank)
     server = _Server(connection)
     threading.Thread(target=server.read, name="headrace-commands", daemon=True).start()

@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +35,7 @@ from headrace.train.fsdp.saving import SavingGroup
 
 GRACE_S = 3.0  # for the cause of a failure to show: a broken connection is only its effect
 END_S = 10.0  # for a process that was killed to be gone
+LOST_S = 120  # without any sign of the other machine, after which its connection has ended
 SLACK_S = 60.0  # by which collectives outlast the deadline, so that it is ours that passes
 CHANNEL = "headrace/channel"
 
@@ -56,6 +58,21 @@ class RankGroup:
 
     mesh: DeviceMesh  # for training
     saving: SavingGroup  # for checkpoints, beside it
+
+
+def end_with_machine(connection: Connection) -> None:
+    """Have a connection end `LOST_S` after the other machine has lost its power or its network.
+
+    The system then asks that machine every now and then whether it is there, also while no command comes for hours;
+    without that nobody would ever tell a reader. What was sent and not confirmed has the same time.
+    """
+    options = {"TCP_KEEPIDLE": LOST_S // 2, "TCP_KEEPINTVL": LOST_S // 8, "TCP_KEEPCNT": 4}
+    options["TCP_USER_TIMEOUT"] = 1000 * LOST_S
+    with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in options.items():
+            if hasattr(socket, name):  # not on every system
+                channel.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Ranks:
@@ -124,6 +141,7 @@ class Ranks:
         while len(self._connections) < self.num_ranks - 1:
             try:
                 connection = self._listener.accept()
+                end_with_machine(connection)
                 rank = int(connection.recv())
             except (OSError, EOFError, ValueError, AuthenticationError):  # closed, or a stranger
                 if self._closing:

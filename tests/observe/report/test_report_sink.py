@@ -1,14 +1,16 @@
 """The report while a run lasts: written again now and then, never in the way of training."""
 
 import logging
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from headrace.errors import FolderLockedError
+from headrace.errors import FolderLockedError, RunFolderError
+from headrace.observe.report.report_process import finish_report
 from headrace.observe.report.report_sink import ReportSink
 
 
@@ -56,14 +58,42 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, ca
     assert "cannot write" in caplog.text
 
 
+def test_it_is_drawn_in_another_process_whose_warnings_are_told_here(
+    synthetic_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("what all steps of a run take is not this process's")
+
+    for module in ("run_report", "report_process"):
+        monkeypatch.setattr(f"headrace.observe.report.{module}.write_report", never)
+    folder = synthetic_run()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("garbage\n")
+    sink = ReportSink(folder, every_s=0.0)
+    with caplog.at_level(logging.WARNING):
+        sink.log(1, {})
+        sink.close()
+    assert (folder / "report.html").exists()
+    assert [text for text in caplog.messages if "the report leaves out a line of metrics.jsonl" in text]
+
+
 def test_the_end_of_a_run_does_not_wait_for_ever_for_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    goes_on = threading.Event()
-    monkeypatch.setattr("headrace.observe.report.report_sink.write_report", lambda folder: goes_on.wait(100))
+    command = [sys.executable, "-c", "import time; time.sleep(100)"]
+    endless = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    monkeypatch.setattr("headrace.observe.report.report_sink.start_report", lambda folder: endless)
     monkeypatch.setattr("headrace.observe.report.report_sink.CLOSE_S", 0.05)
     sink = ReportSink(tmp_path, every_s=0.0)
     sink.log(1, {})
     sink.close()
     assert "is not written after 0.05 s" in caplog.text
-    goes_on.set()
+    assert endless.wait(50) != 0, "the process is ended with the run"
+
+
+def test_a_report_that_takes_too_long_is_ended() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(100)"]
+    endless = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with pytest.raises(RunFolderError, match=r"longer than 0\.05 s"):
+        finish_report(endless, limit_s=0.05)
+    assert endless.returncode is not None

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from headrace.train.fsdp import checkpoints
 from headrace.train.fsdp.backend import FsdpBackend
 from headrace.train.fsdp.launch import RankPlace, first_node, place_from_environment
 from headrace.train.fsdp.rank_backend import BackendOptions
-from headrace.train.fsdp.ranks import Ranks
+from headrace.train.fsdp.ranks import LOST_S, Ranks, end_with_machine
 from headrace.types import CROSS_ENTROPY, Datum, LossSpec, float_array, int_array
 from support.fsdp import build_model, close_ranks
 
@@ -166,6 +168,35 @@ def test_a_rank_that_hangs_ends_the_run_at_the_deadline(loss: Any, says: str) ->
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the system's timers are read from /proc")
+def test_both_ends_of_a_connection_ask_whether_a_silent_machine_is_there(opened: tuple[Ranks, FsdpBackend]) -> None:
+    (ours,) = opened[0]._connections.values()
+    with socket.socket(fileno=os.dup(ours.fileno())) as channel:
+        ends = {channel.getsockname()[1], channel.getpeername()[1]}
+
+    def asking() -> set[int]:
+        """Return the ends whose timer is that of a silent connection."""
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        joined = [line for line in lines if {int(line[i].rpartition(":")[2], 16) for i in (1, 2)} == ends]
+        return {int(line[1].rpartition(":")[2], 16) for line in joined if line[5].startswith("02:")}
+
+    deadline = time.monotonic() + LIMIT_S
+    while asking() != ends and time.monotonic() < deadline:  # what was sent last is confirmed soon
+        time.sleep(0.05)
+    assert asking() == ends
+
+
+def test_the_time_of_a_lost_machine_is_that_which_is_stated() -> None:
+    with Listener(("127.0.0.1", 0)) as listener, Client(listener.address) as connection:
+        end_with_machine(connection)
+        with socket.socket(fileno=os.dup(connection.fileno())) as channel:
+            idle, every, times, unconfirmed_ms = (
+                channel.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"))
+                for name in ("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
+            )
+    assert idle + times * every == unconfirmed_ms / 1000 == LOST_S == 120
+
+
 def test_ranks_end_with_the_first_one(tmp_path: Any) -> None:
     """Also when it is killed, and cannot say goodbye."""
     script = (
