@@ -19,7 +19,7 @@ from headrace.infer.servers.transfer.buckets import BUCKET_BYTES
 from headrace.infer.servers.vllm import EMPTY_DIGEST
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, int_array
 from support.processes import alive, descendants
-from support.real_vllm import LONG, Trained, sampling, trained
+from support.real_vllm import CONTEXT, LONG, VOCABULARY, Trained, sampling, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -62,6 +62,24 @@ async def test_stop_tokens_and_stop_strings_end_a_sequence_with_their_token(serv
         worded = await trainer.sampler.sample(SampleRequest(prompt=int_array(PROMPT), params=params))
         assert worded.stop is StopReason.STOP
         assert len(worded.tokens) <= len(stopped.tokens)
+
+
+async def test_prompts_that_do_not_fit_into_one_step_are_sampled_in_several(servers: list[LaunchedServer]) -> None:
+    """vLLM on a CPU would compute one of them in parts, and end at its seed."""
+    numbers = np.random.default_rng(0)
+    prompts = [int_array(numbers.integers(2, VOCABULARY, size)) for size in (CONTEXT - 100, *[400] * 12)]
+    async with trained(servers[:1]) as trainer:
+        params = SamplingParams(max_tokens=8, stop_tokens=(), seed=5)
+        calls = [trainer.sampler.sample(SampleRequest(prompt=prompt, params=params)) for prompt in prompts]
+        completions = await asyncio.gather(*calls)
+        sequences = [
+            int_array([*prompt.tolist(), *completion.tokens.tolist()])
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        wanted = await trainer_score(trainer.backend)(sequences, 1.0)
+        for prompt, logprobs, completion in zip(prompts, wanted, completions, strict=True):
+            assert np.abs(logprobs[len(prompt) - 1 :] - completion.sampler_logprobs).max() < 1e-4
+        assert trainer.sampler.taken_out == 0
 
 
 async def test_samples_follow_the_weights_by_folder(servers: list[LaunchedServer]) -> None:

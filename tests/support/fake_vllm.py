@@ -45,6 +45,7 @@ class Faults:
     without_extension: bool = False  # started without our worker extension
     fails_in_update: bool = False  # a worker fails while it receives tensors
     aborts_nothing: bool = False  # /pause?mode=abort answers, and requests go on
+    splits_prompts: bool = False  # started with chunked prefill, which ends vLLM on a CPU
     raw_logprobs: bool = False  # started without --logprobs-mode processed_logprobs
     dies_after: int | None = None  # tokens; then every connection is closed
     dead: bool = False
@@ -262,6 +263,12 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
     @app.get("/health")
     async def health() -> PlainTextResponse:
         return PlainTextResponse("")
+
+    @app.get("/server_info")
+    async def server_info(config_format: str = "text") -> Any:
+        scheduler = {"enable_chunked_prefill": state.faults.splits_prompts, "max_num_batched_tokens": 2048}
+        options = {"scheduler_config": scheduler, "device_config": {"device": "cpu"}}
+        return {"vllm_config": options if config_format == "json" else str(options), "vllm_env": {}, "system_env": {}}
 
     @app.get("/v1/models")
     async def models() -> Any:

@@ -26,7 +26,7 @@ from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, Adam, Datum, WeightsHandle, float_array, int_array
 
 PYTHON = os.environ.get("HEADRACE_VLLM_PYTHON", "")
-VOCABULARY, CONTEXT = 32, 2048
+VOCABULARY, CONTEXT = 32, 3072
 # Tokens of a call that a test interrupts. The model is deep, so that a token takes the engine several times as long as
 # it takes the server's HTTP process to send it: a faster engine has sampled all of them before a client sees the first.
 LONG = 1900
@@ -164,7 +164,12 @@ async def trained(
         replicas = [
             Replica(
                 ServerSampler(
-                    VllmApi(server.url), model, sync=sync, prover=prover, hold_in_flight=hold, sender=sender()
+                    VllmApi(server.url, on_cpu=True),
+                    model,
+                    sync=sync,
+                    prover=prover,
+                    hold_in_flight=hold,
+                    sender=sender(),
                 ),
                 lambda server=server: asyncio.to_thread(server.restart),  # type: ignore[misc]
             )

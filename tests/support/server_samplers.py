@@ -57,7 +57,7 @@ async def open_fleet(
         model = SampledModel(context=CONTEXT, vocabulary=VOCABULARY, eos_tokens=(1,))
         samplers = [
             ServerSampler(
-                VllmApi(url),
+                VllmApi(url, on_cpu=True),
                 model,
                 sync=sync,
                 prover=prover,

@@ -28,6 +28,7 @@ POLL_S, TOLD_EVERY_S = 0.5, 20.0
 STOP_S = guardian.TERM_S + guardian.KILL_S + 5.0
 LAST_LINES = 6
 VLLM_PLUGIN = Path(__file__).parent / "vllm_plugin"  # with nothing else in it: servers import from there
+STEP_TOKENS = 2048  # that vLLM computes at once on a CPU unless it is told otherwise
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM accepts as a limit
 
 
@@ -55,7 +56,9 @@ def vllm_command(options: ServerOptions, port: int) -> list[str]:
     command += ["--dtype", options.dtype, "--max-model-len", str(options.context)]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if options.on_cpu:
-        command += ["--enforce-eager"]
+        # A prompt that is computed in parts and has a seed ends vLLM there. Whole ones must fit into a step.
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        command += ["--max-num-batched-tokens", str(max(options.context, STEP_TOKENS))]
     if options.lora_rank:
         limit = next((rank for rank in LORA_RANKS if rank >= options.lora_rank), options.lora_rank)
         command += ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", str(limit)]

@@ -30,8 +30,9 @@ EMPTY_DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855
 class VllmApi:
     """Implements `EngineApi` for vLLM."""
 
-    def __init__(self, url: str, *, model: str | None = None, silence_s: float = 600.0) -> None:
+    def __init__(self, url: str, *, model: str | None = None, silence_s: float = 600.0, on_cpu: bool = False) -> None:
         self._http = JsonHttp(url, silence_s=silence_s)
+        self._on_cpu = on_cpu  # the server may be on a CPU
         self._model = model  # the served name of the base; None: the first that the server lists
         self.tensors = VllmTensorApi(self._http)
 
@@ -43,11 +44,27 @@ class VllmApi:
         self._http.url = url
 
     async def context(self) -> int:
+        """See `EngineApi`. Raises SamplerError if the server would end while it samples."""
+        if self._on_cpu:
+            await self._check_prefill()
         models = await self._http.get("/v1/models")
         with boundary(SamplerError, f"{self.url}/v1/models does not list models as vLLM does"):
             base = next(model for model in models["data"] if not model.get("parent"))
             self._model = self._model or str(base["id"])
             return int(base["max_model_len"])
+
+    async def _check_prefill(self) -> None:
+        """Raise SamplerError if a server on a CPU computes prompts in parts, of which one with a seed ends it."""
+        reply = await self._http.get("/server_info?config_format=json", deadline_s=CONTROL_S)
+        with boundary(SamplerError, f"{self.url}/server_info does not tell its options as vLLM 0.32 does"):
+            options = reply["vllm_config"]
+            in_parts = bool(options["scheduler_config"]["enable_chunked_prefill"])
+            ends = in_parts and options["device_config"]["device"] == "cpu"
+        if ends:
+            raise SamplerError(
+                f"{self.url} computes prompts in parts, which ends vLLM on a CPU when they have seeds: start it with "
+                "--no-enable-chunked-prefill and --max-num-batched-tokens of its context or more"
+            )
 
     async def generate(self, call: GenerateCall) -> AsyncIterator[StreamedTokens]:
         body = {

@@ -49,7 +49,11 @@ from headrace.protocols import TrainBackend
 # nats: two computations of the same weights in half precision differ by less, in this measure, on average
 MISMATCH, MISMATCH_LIMIT = "rollout/mismatch_k3", 0.01
 
-APIS: dict[str, Callable[[str], EngineApi]] = {"vllm": VllmApi, "sglang": SglangApi}
+# an address and the trainer's device, which tells where servers probably are -> the adapter
+APIS: dict[str, Callable[[str, torch.device], EngineApi]] = {
+    "vllm": lambda url, device: VllmApi(url, on_cpu=device.type == "cpu"),
+    "sglang": lambda url, device: SglangApi(url),
+}
 
 
 def make_fleet(
@@ -84,7 +88,7 @@ def make_fleet(
     urls = [server.url for server in launched] or list(engine.urls)
     samplers = [
         ServerSampler(
-            APIS[engine.type](url),
+            APIS[engine.type](url, lm.device),
             model,
             sync=sync,
             prover=prover,

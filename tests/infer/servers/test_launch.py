@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,9 +145,15 @@ def test_the_commands_have_what_the_adapters_need() -> None:
         "--generation-config vllm",
         "--max-lora-rank 8",  # one that vLLM accepts
         "--enforce-eager",
+        "--no-enable-chunked-prefill --max-num-batched-tokens 2048",
         "--x 1",
     ):
         assert words in vllm
+    assert "--max-num-batched-tokens 5000" in " ".join(vllm_command(replace(options, context=5000), 5)), (
+        "all of a prompt"
+    )
+    on_gpu = " ".join(vllm_command(replace(options, on_cpu=False), 5))
+    assert "chunked" not in on_gpu
     assert "py -m sglang.launch_server --model-path /m" in " ".join(sglang_command(options, 5))
 
 

@@ -80,6 +80,14 @@ async def test_a_server_that_keeps_its_own_weights_at_the_start_is_refused() -> 
             await fleet.sampler.start(fleet.handle)
 
 
+async def test_a_server_that_computes_prompts_in_parts_on_a_cpu_is_refused() -> None:
+    async with open_fleet(start=False) as fleet:
+        fleet.servers[0].faults.splits_prompts = True
+        with pytest.raises(SamplerError, match="start it with --no-enable-chunked-prefill and --max-num-batched"):
+            await fleet.sampler.start(fleet.handle)
+        assert fleet.servers[0].requests == [], "nothing was sampled, which would have ended it"
+
+
 async def test_raw_logprobs_are_refused_at_another_temperature() -> None:
     async with open_fleet(start=False, temperature=0.5) as fleet:
         fleet.servers[0].faults.raw_logprobs = True
