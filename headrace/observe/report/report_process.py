@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import headrace
 from headrace.errors import RunFolderError
 from headrace.observe.report.run_report import write_report
 from headrace.printable import single_line
@@ -24,7 +23,7 @@ NOT_WRITTEN = 2  # the status of a process whose last line says why there is no 
 
 def start_report(folder: Path) -> "subprocess.Popen[str]":
     """Start a process that writes the report of a run folder; Ctrl-C on the terminal does not reach it."""
-    packages = str(Path(headrace.__file__).parents[1])
+    packages = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "headrace.observe.report.report_process", str(folder)],
