@@ -104,7 +104,7 @@ def test_every_row_has_its_own_adapter(direct: bool) -> None:
             assert (expected - merged_logits(lm, None, tokens[row : row + 1])[0]).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("variant", ["", "qwen3_5_text", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("variant", ["", "qwen3_5_text", "qwen3_next", "lfm2", "nemotron_h"])
 def test_it_is_what_the_trained_layers_compute(variant: str) -> None:
     lm = prepare(make(variant).double(), None, source=variant) if variant else base(torch.float64)
     view, sampled = shared_view(lm), shared_view(lm)
