@@ -107,7 +107,8 @@ def _mamba_forward(mixer: Any, hidden_states: Tensor, attention: Context | None 
     assert hidden_states.shape[0] == 1, "tokens are packed into one row"
     wide = torch.promote_types(hidden_states.dtype, torch.float32)
     projected_TD = mixer.in_proj(hidden_states)[0]
-    gate_TD, x_TD, step_TH = projected_TD.split([mixer.intermediate_size, mixer.conv_dim, mixer.num_heads], dim=-1)
+    sizes = [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads]
+    gate_TD, x_TD, step_TH = torch.split(projected_TD, sizes, dim=-1)
     weight_DK = mixer.conv1d.weight.squeeze(1)
     if isinstance(attention, Cached):
         assert attention.cache.states is not None
@@ -128,13 +129,14 @@ def _mamba_forward(mixer: Any, hidden_states: Tensor, attention: Context | None 
 def _scan_inputs(mixer: Any, mixed_TD: Tensor, step_TH: Tensor, wide: torch.dtype) -> tuple[ScanInputs, Tensor]:
     """Return the inputs of the recurrence, and the values before their step sizes."""
     in_groups = mixer.n_groups * mixer.ssm_state_size
-    value_TD, key_TD, query_TD = mixed_TD.to(wide).split([mixer.intermediate_size, in_groups, in_groups], dim=-1)
-    value_THV = value_TD.unflatten(-1, (mixer.num_heads, mixer.head_dim))
+    sizes = [mixer.intermediate_size, in_groups, in_groups]
+    value_TD, key_TD, query_TD = torch.split(mixed_TD.to(wide), sizes, dim=-1)
+    value_THV = value_TD.reshape(len(value_TD), -1, mixer.head_dim)
     step_TH = F.softplus(step_TH.to(wide) + mixer.dt_bias.to(wide)).clamp_min(mixer.time_step_limit[0])
     inputs = ScanInputs(
         value_THV=value_THV * step_TH[..., None],
-        key_TGK=key_TD.unflatten(-1, (mixer.n_groups, -1)),
-        query_TGK=query_TD.unflatten(-1, (mixer.n_groups, -1)),
+        key_TGK=key_TD.reshape(len(key_TD), mixer.n_groups, -1),
+        query_TGK=query_TD.reshape(len(query_TD), mixer.n_groups, -1),
         decay_TH=-mixer.A_log.to(wide).exp() * step_TH,
     )
     return inputs, value_THV
@@ -142,7 +144,7 @@ def _scan_inputs(mixer: Any, mixed_TD: Tensor, step_TH: Tensor, wide: torch.dtyp
 
 def _norm_groups(norm: Any, x_TD: Tensor) -> Tensor:
     """Compute weight * x / sqrt(mean x^2 + eps), with the mean over groups of channels."""
-    groups = x_TD.unflatten(-1, (-1, norm.group_size))
+    groups = x_TD.reshape(len(x_TD), -1, norm.group_size)
     groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
     return norm.weight * groups.flatten(-2)  # type: ignore[no-any-return]
 

@@ -44,7 +44,7 @@ def scan_packed(inputs: ScanInputs, layout: ChunkLayout) -> Tensor:
     chunk_decay = total[..., -1].exp()[..., None, None]
     outputs = []
     state: Tensor | None = None
-    parts = zip(*(x.split(list(layout.depths)) for x in (within, from_state, added, chunk_decay)), strict=True)
+    parts = zip(*(torch.split(x, list(layout.depths)) for x in (within, from_state, added, chunk_decay)), strict=True)
     for depth, (within_, from_state_, added_, decay_) in enumerate(parts):
         if state is None:
             outputs.append(within_)
