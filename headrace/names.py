@@ -125,6 +125,7 @@ STATE_PROJECTIONS: Mapping[str, tuple[str, ...]] = {
     "linear_attn.in_proj_b": ("q_proj", "k_proj", "v_proj"),
     "linear_attn.in_proj_a": ("q_proj", "k_proj", "v_proj"),
     "linear_attn.out_proj": ("o_proj",),
+    "mixer.in_proj": ("q_proj", "k_proj", "v_proj"),
     "conv.in_proj": ("q_proj", "k_proj", "v_proj"),
     "conv.out_proj": ("o_proj",),
 }
@@ -162,7 +163,24 @@ def adapted_layers(names: Sequence[str], targets: Sequence[str]) -> tuple[str, .
 
 
 # multimodal types whose text half is loaded alone, and the type of that half
-TEXT_HALVES: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_HALVES: Mapping[str, str] = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+}
+# what their published configurations leave out of the text half, because it is transformers' default
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+    "gemma4_text": {"tie_word_embeddings": True},
+}
 
 
 def text_description(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,8 +192,10 @@ def text_description(config: Mapping[str, Any]) -> Mapping[str, Any]:
     half, kind = config.get("text_config"), TEXT_HALVES.get(str(config.get("model_type")))
     if kind is None or not isinstance(half, Mapping):
         return config
-    tied = bool(config.get("tie_word_embeddings") or half.get("tie_word_embeddings"))
-    return {**half, "model_type": kind, "tie_word_embeddings": tied}
+    defaults = TEXT_DEFAULTS.get(kind, {})
+    default = defaults.get("tie_word_embeddings", False)
+    tied = any(part.get("tie_word_embeddings", default) for part in (config, half))
+    return {**defaults, **half, "model_type": kind, "tie_word_embeddings": bool(tied)}
 
 
 def described_context(config: Mapping[str, Any]) -> int | None:

@@ -48,7 +48,7 @@ SOFTMAX_ROUTERS = (
     "Qwen3_5MoeTopKRouter",
 )
 LOGIT_ROUTERS = ("GptOssTopKRouter",)
-SIGMOID_ROUTERS = ("Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter", "DeepseekV3TopkRouter")
+SIGMOID_ROUTERS = ("Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter", "DeepseekV3TopkRouter", "NemotronHTopkRouter")
 
 
 def prepare_experts(model: Any) -> None:
@@ -226,6 +226,8 @@ def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     matrices: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name, tensor in weights.items():
         plain = name.replace(".block_sparse_moe.", ".mlp.")  # Mixtral's
+        if plain.startswith("backbone."):  # Nemotron-H's
+            plain = plain.replace("backbone.", "model.", 1)
         match = _EXPERT.fullmatch(plain)
         if match is None or match["matrix"] not in _MATRICES:
             stacked[plain] = tensor
@@ -233,9 +235,12 @@ def stack_experts(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         kinds = matrices.setdefault(match["experts"], {"gate": {}, "up": {}, "down": {}})
         kinds[_MATRICES[match["matrix"]]][int(match["number"])] = tensor
     for experts, kinds in matrices.items():
-        gate, up, down = (torch.stack([of[number] for number in sorted(of)]) for of in kinds.values())
-        stacked[f"{experts}.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        stacked[f"{experts}.down_proj"] = down
+        joined = {kind: torch.stack([of[number] for number in sorted(of)]) for kind, of in kinds.items() if of}
+        if "gate" in joined:
+            stacked[f"{experts}.gate_up_proj"] = torch.cat([joined["gate"], joined["up"]], dim=1)
+        else:
+            stacked[f"{experts}.up_proj"] = joined["up"]
+        stacked[f"{experts}.down_proj"] = joined["down"]
     return stacked
 
 
@@ -329,12 +334,17 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def mix_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """Compute y_t = sum_k w_tk expert_{c_tk}(x_t); an expert is down(act(gate x) * up x), with biases if it has any."""
-    assert experts.has_gate
+    """Compute y_t = sum_k w_tk expert_{c_tk}(x_t).
+
+    An expert is down(act(gate x) * up x), or down(act(up x)) without a gate, with biases if it has any.
+    """
     tokens, top_k = chosen_TK.shape
     place_N, sizes = _lay_out(chosen_TK.flatten(), experts.num_experts)
     rows_MD = _Spread.apply(hidden_TD.repeat_interleave(top_k, dim=0), place_N, sum(sizes))  # type: ignore[no-untyped-call]
-    inner = experts._apply_gate(_product(experts, "gate_up_proj", rows_MD, sizes))
+    if experts.has_gate:
+        inner = experts._apply_gate(_product(experts, "gate_up_proj", rows_MD, sizes))
+    else:
+        inner = experts.act_fn(_product(experts, "up_proj", rows_MD, sizes))
     out_MD = _product(experts, "down_proj", inner, sizes)
     out_ND: Tensor = _Collect.apply(out_MD, place_N)  # type: ignore[no-untyped-call]
     out_TKD = out_ND.view(tokens, top_k, -1) * weights_TK[..., None]

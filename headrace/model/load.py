@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,6 +51,12 @@ logger = logging.getLogger(__name__)
 
 HELD_BYTES = 2**32  # of tensors that a fingerprint holds before it adds them up
 STACKED_BYTES = 2**28  # of tensors whose sums are computed together for a fingerprint
+# the names of a text half in files of multimodal models, and its own; transformers itself renames those of Qwen3.5
+TEXT_NAMES = {
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one of them
 
 
@@ -153,6 +160,7 @@ def load_model(
         place = torch.device(device)
         quantizer = "plain" if quantization is None else choose_quantizer(quantization, device=place, dtype=dtype)
         by_package: dict[str, Any] = {}
+        renamed = is_half and config.model_type.startswith("gemma")
         if _is_mxfp4(config):  # as gpt-oss is published; its experts are trained in the model's own type
             by_package = {"quantization_config": Mxfp4Config(dequantize=True)}
         elif quantization is not None and quantizer != "plain":
@@ -165,11 +173,14 @@ def load_model(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             attn_implementation="eager",
+            **({"key_mapping": TEXT_NAMES} if renamed else {}),
             **by_package,
         )
         if _is_mxfp4(config):
             _forget_quantizer(model)
             by_package = {}
+        if renamed:
+            model._weight_conversions = None  # it is saved under its own names
         if is_half:
             check_text_half(model, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
@@ -205,11 +216,12 @@ def check_text_half(model: Any, folder: Path) -> None:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             names |= set(opened.keys())
-    loaded = stacked_names({name.replace("model.language_model.", "model.", 1) for name in names})
+    halves = {name: _text_name(name) for name in names}
+    loaded = stacked_names({half for half in halves.values() if half is not None})
     missing = [name for name, _ in model.named_parameters() if name not in loaded]
     if missing:
         raise ModelError(f"{folder} has no {missing[0]}, a weight of the text half of a multimodal model")
-    left = sorted(name for name in names if not name.startswith(("model.language_model.", "lm_head.")))
+    left = sorted(name for name, half in halves.items() if half is None)
     parts = sorted({".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in left})
     logger.warning(
         "%s is multimodal: its text half is loaded, as type '%s'; %d tensors of %s are left out",
@@ -218,6 +230,14 @@ def check_text_half(model: Any, folder: Path) -> None:
         len(left),
         ", ".join(parts) or "nothing",
     )
+
+
+def _text_name(name: str) -> str | None:
+    """Return the text half's own name of a tensor in a file of a multimodal model; None if it is of another part."""
+    for pattern, plain in TEXT_NAMES.items():
+        if (found := re.match(pattern, name)) is not None:
+            return plain + name[found.end() :]
+    return name if name.startswith("lm_head.") else None
 
 
 def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:

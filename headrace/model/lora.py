@@ -5,8 +5,9 @@ many adapters can train and sample over one base in one batch. Initialised as in
 adapter changes nothing. Adapter files in PEFT's layout are written, read and merged here too.
 
 Routers and experts of a mixture hold bare parameters. Their adapters are modules beside them, `weight_lora` of a router
-and `gate_up_proj_lora` and `down_proj_lora` of all experts together, which `experts.py` applies. Their factors are laid
-out as peft lays out those of a `ParamWrapper`: A [E R, I] expert by expert, B [O, R E] rank by rank.
+and `gate_up_proj_lora` (or `up_proj_lora`) and `down_proj_lora` of all experts together, which `experts.py` applies.
+Their factors are laid out as peft lays out those of a `ParamWrapper`: A [E R, I] expert by expert, B [O, R E] rank by
+rank.
 
 Shape letters: E experts, R rank, I inputs, O outputs.
 """
@@ -28,6 +29,7 @@ from headrace.names import adapted_layers
 from headrace.storage.adapter_files import ADAPTER_WEIGHTS, AdapterDescription
 
 EXPERTS, ROUTER = "experts", "router"  # targets of adapters of a mixture
+MIXER_PROJECTIONS = ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj")  # of Nemotron-H's blocks without experts
 BESIDE = "_lora"  # behind the name of a parameter: the module with its adapter
 ADAPTER: ContextVar["int | Tensor | None"] = ContextVar("headrace_adapter", default=0)
 
@@ -131,13 +133,14 @@ def mixture_parameters(model: nn.Module, targets: Sequence[str]) -> dict[str, Te
     chosen: dict[str, Tensor] = {}
     for name, block in model.named_modules():
         experts: Any = getattr(block, "experts", None)
-        if getattr(experts, "gate_up_proj", None) is None:
+        if getattr(experts, "down_proj", None) is None:
             continue
+        first = "gate_up_proj" if hasattr(experts, "gate_up_proj") else "up_proj"
         router = "gate" if hasattr(block, "gate") else "router"
         if ROUTER in targets:
             chosen[f"{name}.{router}.weight"] = getattr(block, router).weight
         if EXPERTS in targets:
-            chosen |= {f"{name}.experts.{matrix}": getattr(experts, matrix) for matrix in ("gate_up_proj", "down_proj")}
+            chosen |= {f"{name}.experts.{matrix}": getattr(experts, matrix) for matrix in (first, "down_proj")}
     return chosen
 
 
@@ -149,12 +152,19 @@ def is_transposed_parameter(model: nn.Module, name: str) -> bool:
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that may have an adapter by name: linear ones, and GPT-2's, whose weights are transposed.
 
-    Of a mixture of experts not those of MLPs: by their names peft would adapt experts.
+    Of a mixture of experts not those of MLPs: by their names peft would adapt experts. Of Nemotron-H not the output
+    layers of its Mamba mixers, on which peft refuses adapters.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
-    if getattr(getattr(model, "config", None), "num_experts_per_tok", None):
-        return {name: layer for name, layer in layers.items() if ".mlp." not in name}
-    return layers
+    layers = {name: layer for name, layer in layers.items() if not name.endswith("mixer.out_proj")}
+    if not any(name.endswith(".experts") for name, _ in model.named_modules()):
+        return layers
+    return {name: layer for name, layer in layers.items() if not _is_beside_experts(name)}
+
+
+def _is_beside_experts(name: str) -> bool:
+    """Tell whether a linear layer of a mixture is part of an MLP, or of a block of experts."""
+    return ".mlp." in name or (".mixer." in name and name.rpartition(".")[2] not in MIXER_PROJECTIONS)
 
 
 def linear_sizes(layer: nn.Module) -> tuple[int, int]:
@@ -263,6 +273,7 @@ def read_adapter_layers(adapter: AdapterDescription) -> dict[str, tuple[Tensor, 
 
 # peft wraps a module once for each of its parameters, in their order: that of `down_proj` is outside
 _FILE_ENDS = {
+    ".mixer.experts.up_proj" + BESIDE: ".mixer.experts.base_layer",
     ".experts.gate_up_proj" + BESIDE: ".experts.base_layer",
     ".experts.down_proj" + BESIDE: ".experts",
     ".gate.weight" + BESIDE: ".gate",

@@ -51,6 +51,8 @@ class MixtureDims:
     shared_width: int = 0  # of the expert that every token meets
     plain_layers: int = 0  # layers with an ordinary MLP in place of experts
     biases: bool = False  # of the router and of both products of an expert
+    matrices: int = 3  # of an expert; 2 without a gate
+    latent: int = 0  # numbers that an expert reads and writes, where that is not the model's width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +173,8 @@ def model_dims(config: Mapping[str, Any]) -> ModelDims:
         return _lfm2_dims(config)
     if kind in LATENT_TYPES:
         return _latent_dims(config)
+    if kind == "nemotron_h":
+        return _nemotron_h_dims(config)
     width, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_width = int(config.get("head_dim") or width // heads)
@@ -441,6 +445,74 @@ def _lfm2_dims(config: Mapping[str, Any]) -> ModelDims:
     )
 
 
+def _nemotron_h_dims(config: Mapping[str, Any]) -> ModelDims:
+    """Return the dimensions of Nemotron-H: a layer is a Mamba-2 mixer, attention, an MLP, or experts, each alone."""
+    width, heads, inner = (int(config[name]) for name in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    kv_heads, head_width = int(config.get("num_key_value_heads") or heads), int(config["head_dim"])
+    letters = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+    older = {"mamba": "linear_attention", "attention": "full_attention"}
+    listed = config.get("layers_block_type") or [letters[letter] for letter in config["hybrid_override_pattern"]]
+    kinds = [older.get(kind, kind) for kind in listed]
+    mixers, taps = int(config["mamba_num_heads"]), int(config.get("conv_kernel", 4))
+    values = mixers * int(config["mamba_head_dim"])
+    convolved = values + 2 * int(config["n_groups"]) * int(config["ssm_state_size"])
+    experts, latent = kinds.count("moe"), int(config.get("moe_latent_size") or 0)
+    shared = int(config.get("moe_shared_expert_intermediate_size") or 0)
+    projected = values + convolved + mixers
+    beside_experts = {"up_proj": (width, shared), "down_proj": (shared, width)}
+    if latent:
+        beside_experts |= {"fc1_latent_proj": (width, latent), "fc2_latent_proj": (latent, width)}
+    layers: dict[str, Mapping[str, tuple[int, int]]] = {
+        "linear_attention": {"mixer.in_proj": (width, projected)},
+        "full_attention": {
+            "q_proj": (width, heads * head_width),
+            "k_proj": (width, kv_heads * head_width),
+            "v_proj": (width, kv_heads * head_width),
+            "o_proj": (heads * head_width, width),
+        },
+        "mlp": {"up_proj": (width, inner), "down_proj": (inner, width)},
+        "moe": beside_experts,
+    }
+    # the output layer of a mixer has no adapters; then its convolution, norm, and three numbers for each head
+    in_mixer = values * width + convolved * (taps + bool(config.get("use_conv_bias", True))) + values + 3 * mixers
+    if config.get("use_bias"):
+        in_mixer += projected + width
+    biases = {kind: sum(outputs for _, outputs in layers[kind].values()) for kind in ("mlp", "moe")}
+    extra = kinds.count("linear_attention") * in_mixer
+    if config.get("mlp_bias"):
+        extra += sum(biases[kind] for kind in kinds if kind in biases)
+    mixture = None
+    if experts:
+        mixture = MixtureDims(
+            experts=int(config["n_routed_experts"]),
+            per_token=int(config["num_experts_per_tok"]),
+            width=int(config["moe_intermediate_size"]),
+            shared_width=shared,
+            plain_layers=len(kinds) - experts,
+            matrices=2,
+            latent=latent,
+        )
+    attending = kinds.count("full_attention")
+    return ModelDims(
+        model_type="nemotron_h",
+        width=width,
+        layers=len(kinds),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        mlp_width=max(inner if "mlp" in kinds else 0, shared if experts else 0, projected),
+        vocabulary=int(config["vocab_size"]),
+        tied=False,  # whatever the configuration says
+        context=described_context(config),
+        norm_sizes=(width,),
+        varied=tuple(layers[kind] for kind in kinds),
+        extra=extra,
+        cached=2 * attending * kv_heads * head_width,
+        mixture=mixture,
+        state=kinds.count("linear_attention") * (convolved * (taps - 1) + values * int(config["ssm_state_size"])),
+    )
+
+
 def _plain_layers(config: Mapping[str, Any]) -> set[int]:
     """Return the layers of a Qwen mixture that have an ordinary MLP."""
     step, plain = int(config.get("decoder_sparse_step", 1)), set(config.get("mlp_only_layers") or ())
@@ -497,7 +569,8 @@ def num_parameters(shape: ModelDims, *, active: bool = False) -> int:
     embedding = embedding * (1 if shape.tied else 2) + shape.positions * shape.width
     if (mixture := shape.mixture) is not None:
         chosen = mixture.per_token if active else mixture.experts
-        experts_and_router = shape.width * (3 * chosen * mixture.width + mixture.experts)
+        experts_and_router = chosen * mixture.matrices * mixture.width * (mixture.latent or shape.width)
+        experts_and_router += mixture.experts * shape.width
         if mixture.biases:
             experts_and_router += chosen * (2 * mixture.width + shape.width) + mixture.experts
         layers += (shape.layers - mixture.plain_layers) * experts_and_router
@@ -513,7 +586,7 @@ def num_lora_parameters(shape: ModelDims, *, rank: int, targets: Sequence[str]) 
     beside = 0
     if (mixture := shape.mixture) is not None:
         if "experts" in targets:
-            beside += mixture.experts * (2 * shape.width + 3 * mixture.width)
+            beside += mixture.experts * (2 * (mixture.latent or shape.width) + mixture.matrices * mixture.width)
         if "router" in targets:
             beside += shape.width + mixture.experts
         beside *= rank * (shape.layers - mixture.plain_layers)

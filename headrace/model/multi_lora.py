@@ -6,7 +6,8 @@ every adapter a key that is never used again. `RowAdapters` says which row uses 
 
 Rows of one adapter are multiplied together, in fours: on a CPU a row of a product of 4, 8, 12, ... rows has the same
 bits whatever the other rows are, also as part of a batched product. Ranks are filled up with zeros to a power of two
-of at least 4, by the adapter's own rank alone, so that no result depends on the other adapters.
+of at least 4, by the adapter's own rank alone, so that no result depends on the other adapters. Inputs are filled up to
+a multiple of 4: over other numbers of them the rows of a product have other bits in another place or beside more rows.
 
 Shape letters: S slots, T rows, P rows in order of adapters and filled up to fours, I inputs, O outputs, R rank.
 """
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from headrace.errors import ModelError
 from headrace.model.lora import linear_layers, linear_sizes
@@ -34,7 +36,7 @@ HEAD = "lm_head"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 JOINED = tuple(end.rpartition(".")[2] for end in (*JOINED_LAYERS, *STATE_PROJECTIONS))
-ROWS, RANK = 4, 4  # see above
+ROWS, RANK, INPUTS = 4, 4, 4  # see above
 CACHED_ROW_ADAPTERS = 4  # of the rows of a step and of those that sample, now and before
 SMALL = 400  # multiplications; below, torch has another loop for batched products, with other bits
 WASTE = 2.0  # computed rows per needed row up to which one batched product is used, not one for each adapter
@@ -100,7 +102,7 @@ class AdapterStack:
         self.capacity = 0
         self._used: set[int] = set()
         self._free: list[int] = []
-        self.down: dict[str, Tensor] = {}  # [S, n R, I] for a part of n layers
+        self.down: dict[str, Tensor] = {}  # [S, n R, I filled up] for a part of n layers
         self.up: dict[str, list[Tensor]] = {}  # [S, O, R] for each of its layers
         self.views: dict[str, list[tuple[Tensor, tuple[Tensor, ...]]]] = {}  # down and up of each slot, transposed
 
@@ -116,7 +118,7 @@ class AdapterStack:
         for part in self.parts.values():
             for index, name in enumerate(part.names):
                 start = index * self.rank
-                self.down[part.name][slot, start : start + adapter.rank] = adapter.down[name]
+                self.down[part.name][slot, start : start + adapter.rank, : part.inputs] = adapter.down[name]
                 self.up[part.name][index][slot, :, : adapter.rank] = adapter.up[name] * scale
         return slot
 
@@ -140,7 +142,9 @@ class AdapterStack:
             return after
 
         for name, part in self.parts.items():
-            self.down[name] = stack(self.down.get(name), len(part.names) * self.rank, part.inputs)
+            self.down[name] = stack(
+                self.down.get(name), len(part.names) * self.rank, part.inputs + -part.inputs % INPUTS
+            )
             ups = self.up.get(name, [None] * len(part.names))
             self.up[name] = [stack(up, size, self.rank) for up, size in zip(ups, part.outputs, strict=True)]
             downs = [down.T for down in self.down[name].unbind(0)]
@@ -336,6 +340,8 @@ class RowAdapters:
         shares: Sequence[StackRows], layout: _Layout, part: LinearGroup, chosen: range, x_TI: Tensor, y_TO: Tensor
     ) -> None:
         x_PI = layout.gather(x_TI)
+        if missing := -part.inputs % INPUTS:
+            x_PI = F.pad(x_PI, (0, missing))
         delta_PO = x_PI.new_empty(x_PI.shape[0], sum(part.outputs[index] for index in chosen))
         sizes = [share.num_rows for share in shares]
         for share, x, delta in zip(shares, x_PI.split_with_sizes(sizes), delta_PO.split_with_sizes(sizes), strict=True):

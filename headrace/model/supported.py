@@ -40,6 +40,7 @@ SUPPORTED: Mapping[str, str] = {
     "qwen3_5_text": "Qwen3.5 dense models, text",
     "qwen3_5_moe_text": "Qwen3.5 mixtures of experts, text",
     "lfm2": "LFM2 dense models",
+    "nemotron_h": "Nemotron 3, Nemotron Nano 2 and Nemotron-H, text",
     "deepseek_v3": "DeepSeek V3 and R1, Kimi K2, Moonlight",
     "glm4_moe_lite": "GLM-4.7-Flash",
 }
@@ -48,9 +49,7 @@ SUPPORTED: Mapping[str, str] = {
 ON_CUDA = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma")
 
 REFUSED: Mapping[str, str] = {
-    "gemma3": "is multimodal; its text half is type gemma3_text",
     "gemma3n_text": "has per-layer embeddings and keys shared between layers; not tested yet",
-    "gemma4": "is multimodal; its text half is type gemma4_text",
     "deepseek_v2": "has latent (MLA) key-value caches",
     "mamba": "is recurrent",
     "mamba2": "is recurrent",
@@ -84,7 +83,8 @@ LOGIT_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "granite": ("logits_scaling",),
     "cohere2": ("logit_scale",),
 }
-STATE_LAYERS = ("linear_attention", "conv")  # names of layers in `layer_types` that have a state, no keys and values
+# names of layers in `layer_types` that have no keys and values: a state in their place, or experts or an MLP alone
+KEYLESS_LAYERS = ("linear_attention", "conv", "moe", "mlp")
 CAPPED_ATTENTION = ("gemma2",)  # types whose layers pass attn_logit_softcapping to the attention function
 
 
@@ -163,8 +163,8 @@ def context_of(config: Any) -> int:
 def cached_shapes(config: Any) -> list[tuple[int, int, int]]:
     """Return the number of the key-value heads of each layer, the width of a key and that of a value.
 
-    Layers with a state have no heads. Keys and values that a layer expands from a latent one (DeepSeek) are cached as
-    they are expanded.
+    Layers without attention have no heads. Keys and values that a layer expands from a latent one (DeepSeek) are cached
+    as they are expanded.
     """
     if getattr(config, "kv_lora_rank", None) is not None:
         keys = config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -175,7 +175,7 @@ def cached_shapes(config: Any) -> list[tuple[int, int, int]]:
     kinds = getattr(config, "layer_types", None) or ("",) * len(layers)
     return [
         (
-            0 if kind in STATE_LAYERS else getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+            0 if kind in KEYLESS_LAYERS else getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
             width,
             width,
         )

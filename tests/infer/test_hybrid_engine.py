@@ -40,6 +40,7 @@ def hybrid(variant: str = "qwen3_5_text") -> LanguageModel:
 
 
 LM = hybrid()
+BOTH = [pytest.param(LM, id="delta nets"), pytest.param(hybrid("nemotron_h"), id="mamba")]
 
 
 def full_logprobs(lm: LanguageModel, request: SampleRequest, completion: Completion) -> np.ndarray:
@@ -78,6 +79,7 @@ async def play(engine: EmbeddedEngine, arrivals: list[tuple[SampleRequest, int |
         return await asyncio.gather(*tasks)
 
 
+@pytest.mark.parametrize("lm", BOTH)
 @settings(max_examples=3, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     arrivals=workloads(),
@@ -87,6 +89,7 @@ async def play(engine: EmbeddedEngine, arrivals: list[tuple[SampleRequest, int |
     prefill_tokens=st.sampled_from([16, 512]),
 )
 def test_a_request_has_the_bits_it_has_alone(
+    lm: LanguageModel,
     arrivals: list[tuple[SampleRequest, int | None]],
     max_num_seqs: int,
     kv_tokens: int | None,
@@ -94,32 +97,37 @@ def test_a_request_has_the_bits_it_has_alone(
     prefill_tokens: int,
 ) -> None:
     options = {"max_num_seqs": max_num_seqs, "kv_tokens": kv_tokens, "prefill_chunk_tokens": prefill_chunk_tokens}
-    with opened(LM, **options, prefill_tokens=prefill_tokens) as engine:
+    with opened(lm, **options, prefill_tokens=prefill_tokens) as engine:
         together = asyncio.run(play(engine, arrivals))
     for (request, _), completion in zip(arrivals, together, strict=True):
-        assert bits(completion) == bits(alone(LM, request))
+        assert bits(completion) == bits(alone(lm, request))
         np.testing.assert_allclose(
-            completion.raw_logprobs, full_logprobs(LM, request, completion), rtol=1e-5, atol=1e-5
+            completion.raw_logprobs, full_logprobs(lm, request, completion), rtol=1e-5, atol=1e-5
         )
 
 
-def test_a_mixture_with_states_has_its_bits_too() -> None:
-    lm = hybrid("qwen3_next")
+@pytest.mark.parametrize("variant", ["qwen3_next", "nemotron_h"])
+def test_a_mixture_with_states_has_its_bits_too(variant: str) -> None:
+    lm = hybrid(variant)
     requests = [request_of(prompt_of(3 + 9 * seed, seed % 5), 12, seed=seed) for seed in range(12)]
     with opened(lm, max_num_seqs=16, kv_tokens=4096, prefill_chunk_tokens=32) as engine:
         together = sample_all(engine, requests)
     for index in (0, 7, 11):
         assert bits(together[index]) == bits(alone(lm, requests[index]))
+        np.testing.assert_allclose(
+            together[index].raw_logprobs, full_logprobs(lm, requests[index], together[index]), rtol=1e-5, atol=1e-5
+        )
 
 
-def test_preempted_sequences_go_on_and_keep_their_bits() -> None:
+@pytest.mark.parametrize("lm", BOTH)
+def test_preempted_sequences_go_on_and_keep_their_bits(lm: LanguageModel) -> None:
     # 16 slots of 128 tokens fit; at 120 + 60 tokens slots must have 256, of which 8 fit: 8 of 16 are preempted
     requests = [request_of(prompt_of(100, seed), 60, seed=seed) for seed in range(18)]
-    with opened(LM, max_num_seqs=16, kv_tokens=2048) as engine:
+    with opened(lm, max_num_seqs=16, kv_tokens=2048) as engine:
         together = sample_all(engine, requests)
         assert engine.counters.preempted >= 8
     for index in (0, 9, 17):
-        assert bits(together[index]) == bits(alone(LM, requests[index]))
+        assert bits(together[index]) == bits(alone(lm, requests[index]))
 
 
 def test_a_sequence_that_moves_to_a_lower_slot_takes_its_states_along() -> None:
@@ -141,15 +149,16 @@ def test_a_sequence_that_moves_to_a_lower_slot_takes_its_states_along() -> None:
         assert bits(together[index]) == bits(alone(LM, request))
 
 
-def test_the_prompt_of_a_group_is_prefilled_once() -> None:
+@pytest.mark.parametrize("lm", BOTH)
+def test_the_prompt_of_a_group_is_prefilled_once(lm: LanguageModel) -> None:
     """Also for those who come when the first has long been decoding: they start from the state that was kept."""
     requests = [request_of(prompt_of(40), 5 + seed, seed=seed) for seed in range(20)]
-    with opened(LM, max_num_seqs=8) as engine:
+    with opened(lm, max_num_seqs=8) as engine:
         together = sample_all(engine, requests)
         # the last prompt token is decoded, so 39 are prefilled; 19 sequences take those 39 from a slot
         assert (engine.counters.prefilled, engine.counters.shared) == (39, 19 * 39)
     for index in (0, 7, 8, 19):
-        assert bits(together[index]) == bits(alone(LM, requests[index]))
+        assert bits(together[index]) == bits(alone(lm, requests[index]))
 
 
 def test_a_prefix_without_a_kept_state_is_computed_again() -> None:
@@ -200,10 +209,11 @@ async def test_interrupted_and_continued_is_uninterrupted() -> None:
         assert bits(await task) == bits(await asyncio.to_thread(alone, LM, request))
 
 
+@pytest.mark.parametrize("variant", ["qwen3_5_text", "nemotron_h"])
 @pytest.mark.parametrize("hold", [False, True])
-async def test_a_sequence_goes_on_after_new_weights(hold: bool) -> None:
+async def test_a_sequence_goes_on_after_new_weights(hold: bool, variant: str) -> None:
     """Held in flight it keeps its state; else its prefix is computed again. Nobody else sees states from before."""
-    lm, request = hybrid(), request_of(prompt_of(30), 40, seed=3)
+    lm, request = hybrid(variant), request_of(prompt_of(30), 40, seed=3)
     other = replace(request, params=replace(request.params, seed=99))
     with opened(lm, max_num_seqs=8, hold_in_flight=hold) as engine:
         first = asyncio.create_task(engine.sample(request))

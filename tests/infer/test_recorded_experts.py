@@ -27,7 +27,7 @@ from headrace.types import (
 from support.model_variants import VOCABULARY, make
 
 PPO = LossSpec(fn="ppo")
-VARIANTS = ["qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "qwen3_next"]
+VARIANTS = ["qwen3_moe", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "qwen3_next", "nemotron_h"]
 PROMPT = [(7 * i + i * i) % VOCABULARY for i in range(37)]
 
 

@@ -23,8 +23,8 @@ from headrace.storage.adapter_files import describe_adapter
 from headrace.types import SampleRequest, SamplingParams, int_array
 from support.model_variants import VARIANTS, VOCABULARY, make
 
-TYPES = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite")
-MIXTURES = [name for name, (kind, _) in VARIANTS.items() if kind in TYPES]
+TYPES = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v3", "glm4_moe_lite", "nemotron_h")
+MIXTURES = [name for name, (kind, _) in VARIANTS.items() if kind in TYPES and "without experts" not in name]
 TARGETS = ("q_proj", "experts", "router")
 RANK, ALPHA = 3, 5.0
 TOKENS = [(7 * i + i * i) % VOCABULARY for i in range(31)]
@@ -83,7 +83,7 @@ def test_peft_reads_the_file_and_computes_the_same(variant: str, targets: tuple[
     assert all(torch.allclose(merged[name], tensor, rtol=1e-5, atol=1e-6) for name, tensor in unloaded.items())
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_the_layout_is_the_one_that_peft_writes(variant: str, tmp_path: Path) -> None:
     save_adapter(adapted(variant).model, tmp_path / "ours", base_model=variant)
     written = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
@@ -101,7 +101,7 @@ def test_the_layout_is_the_one_that_peft_writes(variant: str, tmp_path: Path) ->
     }
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_a_saved_adapter_is_continued_and_merged(variant: str, tmp_path: Path) -> None:
     model = make(variant, vocab_size=len(make_tokenizer(())))
     model.save_pretrained(tmp_path / "base")
@@ -150,9 +150,9 @@ def test_the_engine_samples_with_it(variant: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", MIXTURES)
 def test_a_tokens_bits_do_not_depend_on_the_batch(variant: str) -> None:
-    experts = next(module for module in adapted(variant).model.modules() if hasattr(module, "gate_up_proj"))
+    experts = next(module.experts for module in adapted(variant).model.modules() if hasattr(module, "experts"))
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(64, 32, generator=generator)
+    hidden = torch.randn(64, experts.down_proj.shape[2 if experts.is_transposed else 1], generator=generator)
     weights, chosen = torch.rand(64, experts.num_experts, generator=generator).topk(2)
     with torch.no_grad():
         whole = mix_experts(experts, hidden, chosen, weights)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GenerationConfig,
     LlamaForCausalLM,
@@ -33,7 +35,7 @@ from headrace.model.load import (
     recompute_layers,
     smollm2_folder,
 )
-from headrace.model.memory import num_parameters, read_model_dims
+from headrace.model.memory import model_dims, num_parameters, read_model_dims
 from headrace.model.tiny import make_model, make_tokenizer, save_tiny
 from headrace.names import SMOLLM2
 from support.model_variants import SMALL, VARIANTS
@@ -42,12 +44,20 @@ SHAPE = {"width": 16, "layers": 2, "heads": 4, "kv_heads": 2, "context": 32, "se
 TOKENS = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6])
 
 
+TOWERS: dict[str, dict[str, Any]] = {
+    "qwen3_5": {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16},
+    "gemma3": {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    "gemma4": {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+}
+TOWERS["qwen3_5_moe"] = TOWERS["qwen3_5"]
+
+
 def multimodal(folder: Path, kind: str, variant: str, *, tied: bool = False) -> Any:
     """A whole model with a tower for pictures, in a folder as transformers writes it."""
     text = {**SMALL, **VARIANTS[variant][1], "model_type": f"{kind}_text", "tie_word_embeddings": False}
-    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}
-    vision["num_position_embeddings"] = 16
-    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied)
+    vision = {"hidden_size": 16, "intermediate_size": 16, **TOWERS[kind]}
+    more = {"mm_tokens_per_image": 1} if kind == "gemma3" else {}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=tied, **more)
     model = AutoModelForImageTextToText.from_config(config).eval()
     model.save_pretrained(folder)
     make_tokenizer(()).save_pretrained(folder)
@@ -56,23 +66,55 @@ def multimodal(folder: Path, kind: str, variant: str, *, tied: bool = False) -> 
 
 @pytest.mark.parametrize(
     ("kind", "variant", "tied"),
-    [("qwen3_5", "qwen3_5_text", False), ("qwen3_5", "qwen3_5_text", True), ("qwen3_5_moe", "qwen3_5_moe_text", False)],
+    [
+        ("qwen3_5", "qwen3_5_text", False),
+        ("qwen3_5", "qwen3_5_text", True),
+        ("qwen3_5_moe", "qwen3_5_moe_text", False),
+        ("gemma3", "gemma3_text", True),
+        ("gemma3", "gemma3_text", False),
+        ("gemma4", "gemma4_text", True),
+    ],
 )
 def test_the_text_half_of_a_multimodal_model_is_loaded_and_the_rest_is_named(
     kind: str, variant: str, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = multimodal(tmp_path, kind, variant, tied=tied)
     lm = load_model(tmp_path)
-    assert f"its text half is loaded, as type '{variant}'" in caplog.text
-    assert "tensors of model.visual are left out" in caplog.text
+    assert f"its text half is loaded, as type '{kind}_text'" in caplog.text
+    assert re.search(r"\d+ tensors of .*(visual|vision_tower).* are left out", caplog.text)
     with torch.no_grad():
         expected = whole(input_ids=TOKENS[None]).logits[0]
         hidden = lm.hidden(TOKENS, torch.arange(len(TOKENS)), Packed((len(TOKENS),)))
-    torch.testing.assert_close(hidden @ lm.head_weight().T, expected, rtol=1e-4, atol=1e-5)
+    logits = lm.logit_rule.apply(hidden @ lm.head_weight().T)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
     shape = read_model_dims(tmp_path)
     assert num_parameters(shape) == sum(parameter.numel() for parameter in lm.model.parameters())
     lm.model.save_pretrained(tmp_path / "text")
-    assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == variant
+    assert json.loads((tmp_path / "text" / "config.json").read_text())["model_type"] == f"{kind}_text"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "text").state_dict()
+    for name, parameter in lm.model.named_parameters():
+        assert torch.equal(again[name], parameter), name
+
+
+def test_a_gemma_under_its_published_names_and_without_its_defaults_is_loaded(tmp_path: Path) -> None:
+    """Published files have `language_model.model.`, and configurations leave out what is transformers' default."""
+    whole = multimodal(tmp_path, "gemma3", "gemma3_text", tied=True)
+    weights = load_file(tmp_path / "model.safetensors")
+    inner = {name: re.sub(r"^(model\.)?language_model\.(model\.)?", "", name) for name in weights}
+    published = {
+        f"language_model.model.{inner[name]}" if "language_model" in name else name: t for name, t in weights.items()
+    }
+    save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    lm = load_model(tmp_path)
+    theirs = whole.model.language_model.state_dict()
+    for name, parameter in lm.model.model.named_parameters():
+        assert torch.equal(parameter, theirs[name]), name
+    half = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "model_type": "gemma3_text"}
+    dims = model_dims(AutoConfig.for_model("gemma3").to_dict() | {"text_config": half, "tie_word_embeddings": True})
+    with torch.device("meta"):
+        large = AutoModelForCausalLM.from_config(AutoConfig.for_model(**half))
+    assert num_parameters(dims) == sum(parameter.numel() for parameter in large.parameters())
+    assert dims.context == large.config.max_position_embeddings
 
 
 def test_a_text_half_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_every_row_has_its_own_adapter(direct: bool) -> None:
             assert (expected - merged_logits(lm, None, tokens[row : row + 1])[0]).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("variant", ["", "qwen3_5_text", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("variant", ["", "qwen3_5_text", "qwen3_next", "lfm2", "nemotron_h"])
 def test_it_is_what_the_trained_layers_compute(variant: str) -> None:
     lm = prepare(make(variant).double(), None, source=variant) if variant else base(torch.float64)
     view, sampled = shared_view(lm), shared_view(lm)
@@ -211,6 +211,33 @@ def test_adapters_come_and_go_and_the_others_keep_their_bits() -> None:
     assert again not in (*keys, *more), "a key is never used again"
     reused, table = delta(again), fresh
     assert torch.equal(reused, delta(alone))
+
+
+@pytest.mark.parametrize("inputs", [6, 18, 22, 32])
+@pytest.mark.parametrize("rank", [1, 8])
+def test_a_row_has_its_bits_beside_others_for_every_width(inputs: int, rank: int) -> None:
+    """Of widths that are no multiple of 4 torch's products have other bits in another place."""
+    model = torch.nn.Module()
+    model.layer = torch.nn.ModuleDict({"o_proj": torch.nn.Linear(inputs, 44, bias=False)})
+    table, generator = AdapterTable(model), torch.Generator().manual_seed(0)
+    keys = []
+    for _ in range(5):
+        down = {"layer.o_proj": torch.randn(rank, inputs, generator=generator)}
+        up = {"layer.o_proj": torch.randn(44, rank, generator=generator)}
+        keys.append(table.put(Adapter(rank=rank, alpha=1.0, down=down, up=up)))
+    x = torch.randn(64, inputs, generator=generator)
+
+    def adapted(rows: Sequence[int]) -> Tensor:
+        used = table.row_adapters(np.array([keys[row % 5] for row in rows]))
+        assert used is not None
+        out = torch.zeros(len(rows), 44)
+        used.add_(table.parts["layer.o_proj"], None, x[list(rows)], out)
+        return out
+
+    with torch.inference_mode():
+        alone = torch.cat([adapted([row]) for row in range(64)])
+        for rows in (range(2), range(8), range(17), range(64), range(0, 64, 5), (0, 5, 10, 15, 20, 1, 2)):
+            assert torch.equal(adapted(rows), alone[list(rows)]), rows
 
 
 def test_parts_are_layers_of_one_input() -> None:

@@ -44,6 +44,15 @@ LINEAR = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 8,
 }
+MAMBA = {
+    "head_dim": 16,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 12,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "time_step_min": 0.3,  # some step sizes are below it
+}
 CAPS = {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 4.0}
 LOCAL = {
     "rope_parameters": {
@@ -268,6 +277,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2, four taps": (
         "lfm2",
         {"layer_types": ["conv", "full_attention"], "conv_L_cache": 4, "block_auto_adjust_ff_dim": False},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            **MAMBA,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 20,
+            "moe_latent_size": 16,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "nemotron_h, without experts, biases": (
+        "nemotron_h",
+        {
+            **MAMBA,
+            "layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention"],
+            "n_groups": 1,
+            "conv_kernel": 3,
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+        },
     ),
     "gpt2": (
         "gpt2",

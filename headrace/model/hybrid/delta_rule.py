@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from headrace.model.hybrid.layout import ChunkLayout, SlotRuns
+from headrace.model.hybrid.layout import ChunkLayout, SlotRuns, spread_over_chunks
 
 EPS = 1e-6  # of the length of queries and keys
 
@@ -37,7 +37,7 @@ def unit_length(x: Tensor) -> Tensor:
 def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout) -> Tensor:
     """Compute y [T, H, V] of packed sequences, differentiable."""
     query, key, value, decay, beta = (
-        _spread(x, layout)
+        spread_over_chunks(x, layout)
         for x in (inputs.query_THK, inputs.key_THK, inputs.value_THV, inputs.decay_TH, inputs.beta_TH)
     )
     total = decay.cumsum(dim=-1)  # [N, H, C]: log of the decay since the chunk's start
@@ -68,13 +68,6 @@ def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout) -> Tensor:
         state = state * decay_ + to_state_ @ new
     out_NHCV = torch.cat(outputs)
     return out_NHCV.transpose(1, 2).flatten(0, 1).index_select(0, layout.places_T)
-
-
-def _spread(x: Tensor, layout: ChunkLayout) -> Tensor:
-    """Put the tokens of [T, H, ...] into chunks [N, H, C, ...], with zeros at empty places."""
-    empty = x.new_zeros(layout.chunks * layout.size, *x.shape[1:])
-    placed = empty.index_copy(0, layout.places_T, x)
-    return placed.view(layout.chunks, layout.size, *x.shape[1:]).transpose(1, 2)
 
 
 def delta_rule_slots(inputs: DeltaInputs, states_BHKV: Tensor, runs: SlotRuns) -> Tensor:

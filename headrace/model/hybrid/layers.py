@@ -3,10 +3,15 @@
 Short convolutions (LFM2): two gates around a convolution.
 
 Gated delta nets (Qwen3-Next, Qwen3.5): projections of queries, keys and values pass a short convolution and a SiLU,
-then the gated delta rule; its result is normed and gated. What has to be exact is computed in float32 or wider, as
-transformers does, and in float64 where the model is float64.
+then the gated delta rule; its result is normed and gated.
 
-Shape letters: T tokens, H heads, G key heads, K width of keys, V width of values, D channels.
+Mamba-2 mixers (Nemotron-H): one projection gives a gate, values, keys and queries, which pass a short convolution and a
+SiLU, and step sizes; the result of the recurrence is gated, then normed in groups. Step sizes are at least the model's
+`time_step_min`, as in transformers' forward pass; its decoding of single tokens leaves that out.
+
+What has to be exact is computed in float32 or wider, as transformers does, and in float64 where the model is float64.
+
+Shape letters: T tokens, H heads, G key heads or groups of heads, K width of keys, V width of values, D channels.
 """
 
 from types import MethodType
@@ -20,9 +25,11 @@ from headrace.model.attention import Cached, Context
 from headrace.model.hybrid.convolution import convolve_packed, convolve_slots
 from headrace.model.hybrid.delta_rule import DeltaInputs, delta_rule_packed, delta_rule_slots, unit_length
 from headrace.model.hybrid.layout import chunk_layout, slot_runs
+from headrace.model.hybrid.state_space import ScanInputs, scan_packed, scan_slots
 
 DELTA_NETS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 SHORT_CONVOLUTIONS = ("Lfm2ShortConv",)
+MAMBAS = ("NemotronHMamba2Mixer",)
 
 
 def prepare_hybrid(model: nn.Module) -> None:
@@ -32,6 +39,8 @@ def prepare_hybrid(model: nn.Module) -> None:
             module.forward = MethodType(_delta_net_forward, module)  # bound, so a deep copy of the model uses its own
         elif type(module).__name__ in SHORT_CONVOLUTIONS:
             module.forward = MethodType(_short_convolution_forward, module)
+        elif type(module).__name__ in MAMBAS:
+            module.forward = MethodType(_mamba_forward, module)
 
 
 def state_shapes(model: nn.Module) -> dict[int, list[tuple[int, ...]]]:
@@ -46,6 +55,11 @@ def state_shapes(model: nn.Module) -> dict[int, list[tuple[int, ...]]]:
             ]
         elif type(module).__name__ in SHORT_CONVOLUTIONS:
             shapes[net.layer_idx] = [(net.conv_kernel_size - 1, net.conv.in_channels)]
+        elif type(module).__name__ in MAMBAS:
+            shapes[net.layer_idx] = [
+                (net.conv_kernel_size - 1, net.conv_dim),
+                (net.num_heads, net.ssm_state_size, net.head_dim),
+            ]
     return shapes
 
 
@@ -85,6 +99,54 @@ def _short_convolution_forward(
     else:
         mixed_TD = convolve_packed(gated_TD, weight_DK, module.conv.bias, attention)
     return module.out_proj((outer_TD * mixed_TD)[None])  # type: ignore[no-any-return]
+
+
+def _mamba_forward(mixer: Any, hidden_states: Tensor, attention: Context | None = None, **options: Any) -> Tensor:
+    if attention is None:
+        return type(mixer).forward(mixer, hidden_states, **options)  # type: ignore[no-any-return]
+    assert hidden_states.shape[0] == 1, "tokens are packed into one row"
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)
+    projected_TD = mixer.in_proj(hidden_states)[0]
+    sizes = [mixer.intermediate_size, mixer.conv_dim, mixer.num_heads]
+    gate_TD, x_TD, step_TH = torch.split(projected_TD, sizes, dim=-1)
+    weight_DK = mixer.conv1d.weight.squeeze(1)
+    if isinstance(attention, Cached):
+        assert attention.cache.states is not None
+        convolution, recurrence = attention.cache.states.layers[mixer.layer_idx]
+        runs = slot_runs(attention, len(x_TD))
+        mixed_TD = mixer.act(convolve_slots(x_TD, weight_DK, mixer.conv1d.bias, convolution, runs))
+        inputs, value_THV = _scan_inputs(mixer, mixed_TD, step_TH, wide)
+        out_THV = scan_slots(inputs, recurrence, runs)
+    else:
+        mixed_TD = mixer.act(convolve_packed(x_TD, weight_DK, mixer.conv1d.bias, attention))
+        inputs, value_THV = _scan_inputs(mixer, mixed_TD, step_TH, wide)
+        out_THV = scan_packed(inputs, chunk_layout(attention))
+    out_THV = out_THV + mixer.D.to(wide)[:, None] * value_THV
+    normed_TD = _norm_groups(mixer.norm, out_THV.flatten(1) * F.silu(gate_TD.to(wide)))
+    return mixer.out_proj(normed_TD.to(hidden_states.dtype)[None])  # type: ignore[no-any-return]
+
+
+def _scan_inputs(mixer: Any, mixed_TD: Tensor, step_TH: Tensor, wide: torch.dtype) -> tuple[ScanInputs, Tensor]:
+    """Return the inputs of the recurrence, and the values before their step sizes."""
+    in_groups = mixer.n_groups * mixer.ssm_state_size
+    sizes = [mixer.intermediate_size, in_groups, in_groups]
+    value_TD, key_TD, query_TD = torch.split(mixed_TD.to(wide), sizes, dim=-1)
+    value_THV = value_TD.reshape(len(value_TD), -1, mixer.head_dim)
+    step_TH = F.softplus(step_TH.to(wide) + mixer.dt_bias.to(wide)).clamp_min(mixer.time_step_limit[0])
+    inputs = ScanInputs(
+        value_THV=value_THV * step_TH[..., None],
+        key_TGK=key_TD.reshape(len(key_TD), mixer.n_groups, -1),
+        query_TGK=query_TD.reshape(len(query_TD), mixer.n_groups, -1),
+        decay_TH=-mixer.A_log.to(wide).exp() * step_TH,
+    )
+    return inputs, value_THV
+
+
+def _norm_groups(norm: Any, x_TD: Tensor) -> Tensor:
+    """Compute weight * x / sqrt(mean x^2 + eps), with the mean over groups of channels."""
+    groups = x_TD.reshape(len(x_TD), -1, norm.group_size)
+    groups = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * groups.flatten(-2)  # type: ignore[no-any-return]
 
 
 def _project(net: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -75,6 +75,13 @@ def _chunk_layout(lengths: tuple[int, ...], parents: Parents) -> ChunkLayout:
     return ChunkLayout(size, torch.cat(places), tuple(len(level) for level in chunks_at), tuple(predecessors))
 
 
+def spread_over_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
+    """Put the tokens of [T, H, ...] into chunks [N, H, C, ...], with zeros at empty places."""
+    empty = x.new_zeros(layout.chunks * layout.size, *x.shape[1:])
+    placed = empty.index_copy(0, layout.places_T, x)
+    return placed.view(layout.chunks, layout.size, *x.shape[1:]).transpose(1, 2)
+
+
 def packed_taps(context: Packed, taps: int) -> Tensor:
     """Return [T, K]: the tokens that a causal convolution sees at each token, its own last; T where there is none."""
     return _packed_taps(context.lengths, context.parents or (None,) * len(context.lengths), taps)

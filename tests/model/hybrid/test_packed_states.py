@@ -5,13 +5,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.models.nemotron_h import modeling_nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from headrace.algo.packing import build_prefix_tree
 from headrace.model.attention import Packed
 from headrace.model.hybrid.convolution import convolve_packed
 from headrace.model.hybrid.delta_rule import DeltaInputs, delta_rule_packed, unit_length
-from headrace.model.hybrid.layout import CHUNK, chunk_layout, packed_taps
+from headrace.model.hybrid.layout import CHUNK, SlotRuns, chunk_layout, packed_taps
+from headrace.model.hybrid.state_space import ScanInputs, scan_packed, scan_slots
 from headrace.model.load import LanguageModel, prepare
 from headrace.types import int_array
 from support.model_variants import VOCABULARY, make
@@ -84,6 +86,49 @@ def test_packed_sequences_have_the_values_and_gradients_that_they_have_alone(for
         torch.testing.assert_close(own, alone, rtol=1e-9, atol=1e-9)
 
 
+def scan_inputs(raw: list[Tensor], rows: Tensor | None = None) -> ScanInputs:
+    """Two groups of heads, one of them with two."""
+    query, key, value, decay, _ = raw if rows is None else [x[rows] for x in raw]
+    return ScanInputs(
+        value_THV=torch.cat([value, value[:, :1]], dim=1),
+        key_TGK=key[:, :2],
+        query_TGK=query[:, 1:],
+        decay_TH=-torch.nn.functional.softplus(torch.cat([decay, decay[:, :1] - 1], dim=1)),
+    )
+
+
+def scanned_token_by_token(inputs: ScanInputs) -> Tensor:
+    """The formula of the module's first line, for one sequence."""
+    heads = inputs.value_THV.shape[1] // 2
+    state = inputs.value_THV.new_zeros(2 * heads, KEYS, VALUES)
+    outputs = []
+    for value, key, query, decay in zip(
+        inputs.value_THV, inputs.key_TGK, inputs.query_TGK, inputs.decay_TH, strict=True
+    ):
+        added = torch.einsum("hk,hv->hkv", key.repeat_interleave(heads, dim=0), value)
+        state = state * decay.exp()[:, None, None] + added
+        outputs.append(torch.einsum("hkv,hk->hv", state, query.repeat_interleave(heads, dim=0)))
+    return torch.stack(outputs)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(forests())
+def test_packed_scans_have_the_values_and_gradients_that_they_have_alone(forest: Forest) -> None:
+    raw = random_inputs(sum(forest[0]))
+    out = scan_packed(scan_inputs(raw), chunk_layout(Packed(*forest)))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad((out * weights).sum(), raw[:4])
+    expected = torch.zeros_like(out)
+    loss = torch.zeros((), dtype=torch.float64)
+    for rows, length in zip(chains(forest), forest[0], strict=True):
+        alone = scanned_token_by_token(scan_inputs(raw, rows))[-length:]
+        expected[rows[-length:]] = alone.detach()
+        loss = loss + (alone * weights[rows[-length:]]).sum()
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    for own, alone in zip(gradients, torch.autograd.grad(loss, raw[:4]), strict=True):
+        torch.testing.assert_close(own, alone, rtol=1e-9, atol=1e-9)
+
+
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(forests(), st.integers(1, 5))
 def test_packed_convolutions_are_torch_s_own_of_each_sequence(forest: Forest, taps: int) -> None:
@@ -124,6 +169,37 @@ def test_the_delta_rule_is_transformers_own() -> None:
         torch.testing.assert_close(own * KEYS**-0.5, out[0], rtol=1e-4, atol=1e-5)
 
 
+def test_the_scan_is_transformers_own() -> None:
+    """In chunks, and token by token over a slot that goes on where an earlier step has ended."""
+    inputs = scan_inputs([x.detach().float() for x in random_inputs(150)])
+    own = scan_packed(inputs, chunk_layout(Packed((150,))))
+    step = torch.linspace(0.2, 2.0, 4)  # theirs multiply values and decays by step sizes
+    out = modeling_nemotron_h.mamba2_chunk_scan(
+        (inputs.value_THV / step[:, None])[None],
+        step.expand(1, 150, 4),
+        torch.full((4,), -0.5),
+        inputs.key_TGK[None],
+        inputs.query_TGK[None],
+        chunk_size=32,
+    )
+    fixed = ScanInputs(inputs.value_THV, inputs.key_TGK, inputs.query_TGK, (-0.5 * step).expand(150, 4))
+    torch.testing.assert_close(scan_packed(fixed, chunk_layout(Packed((150,)))), out[0], rtol=1e-4, atol=1e-4)
+    states = torch.zeros(3, 4, KEYS, VALUES)
+    parts = []
+    for first, last in ((0, 40), (40, 41), (41, 150)):
+        part = ScanInputs(
+            inputs.value_THV[first:last],
+            inputs.key_TGK[first:last],
+            inputs.query_TGK[first:last],
+            inputs.decay_TH[first:last],
+        )
+        parts.append(
+            scan_slots(part, states, SlotRuns(torch.tensor([1]), torch.tensor([0]), (last - first,), last - first))
+        )
+    torch.testing.assert_close(torch.cat(parts), own, rtol=1e-4, atol=1e-4)
+    assert not states[[0, 2]].any()
+
+
 def test_taps_by_hand() -> None:
     # two tokens, then one behind them and three behind that; 7 is "no token"; a sequence by itself
     taps = packed_taps(Packed((2, 1, 3, 1), (None, 0, 1, None)), 3)
@@ -154,7 +230,7 @@ def groups(draw: st.DrawFn) -> list[list[int]]:
     return sequences
 
 
-@pytest.mark.parametrize("variant", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("variant", ["qwen3_5_text", "qwen3_next", "nemotron_h", "nemotron_h, without experts, biases"])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(sequences=groups())
 def test_a_packed_group_has_the_values_and_gradients_of_its_members_alone(
@@ -183,7 +259,7 @@ def test_a_packed_group_has_the_values_and_gradients_of_its_members_alone(
         assert torch.linalg.vector_norm(own - expected) <= 1e-9 * scale + 1e-9
 
 
-@pytest.mark.parametrize("variant", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("variant", ["qwen3_5_text", "qwen3_next", "qwen3_5_moe_text", "nemotron_h"])
 def test_transformers_own_layers_would_leak(variant: str) -> None:
     """Why these layers are ours: in one row, a second sequence would begin with the state of the first."""
     lm = model_of(variant)

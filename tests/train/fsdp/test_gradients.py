@@ -99,10 +99,13 @@ CASES: dict[str, tuple[dict[str, Any], list[Datum], LossSpec]] = {
         PPO,
     ),
     "delta nets and experts, empty ranks": ({"variant": "qwen3_next"}, ONE, PPO),
+    "mamba and experts": ({"variant": "nemotron_h", "micro_batch_tokens": 64, "recompute": True}, SHARED, PPO),
     "short convolutions": ({"variant": "lfm2", "micro_batch_tokens": 64}, SHARED, PPO),
 }
 HYBRIDS = [
-    name for name, (kind, _, _) in CASES.items() if kind.get("variant") in ("qwen3_5_text", "qwen3_next", "lfm2")
+    name
+    for name, (kind, _, _) in CASES.items()
+    if kind.get("variant") in ("qwen3_5_text", "qwen3_next", "lfm2", "nemotron_h")
 ]
 
 Numbers = dict[str, Any]
