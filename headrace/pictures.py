@@ -34,7 +34,6 @@ class Picture:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-
     @property
     def media_type(self) -> str:
         """Return the media type that the first bytes say, "image/png" for example; "" if they say none."""
