@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.observe.report.svg import number
+from headrace.observe.rollouts.picture_files import PICTURE_TEXT
 from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, NoteRecord
+from headrace.pictures import PICTURE_MARK
 from headrace.printable import single_line
 
 MAX_TURNS = 40
 MAX_CHARACTERS = 4000
 MAX_NOTE_CHARACTERS = 200  # of what a reward function said
+MAX_PICTURES = 8  # of a message
 PER_FILE = 3
 
 
@@ -24,6 +27,7 @@ class ConversationTurn:
     role: str
     text: str
     badges: tuple[tuple[str, str], ...] = ()  # (CSS class, text)
+    images: tuple[str, ...] = ()  # names of picture files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,7 @@ def conversation(when: str, line: EpisodeRecord) -> Conversation:
             role=message.role,
             text=_text(message),
             badges=_step_badges(line, steps.index(index)) if index in steps and len(steps) == len(line.steps) else (),
+            images=message.images[:MAX_PICTURES],
         )
         for index, message in enumerate(messages)
     )
@@ -156,6 +161,7 @@ def _note(note: NoteRecord) -> str:
 
 def _text(message: MessageRecord) -> str:
     calls = "".join(f"\n{call.name}({call.arguments})" for call in message.tool_calls)
-    text = (message.content + calls).strip("\n")
+    content = message.content.replace(PICTURE_MARK, PICTURE_TEXT) if message.images else message.content
+    text = (content + calls).strip("\n")
     left = len(text) - MAX_CHARACTERS
     return text if left <= 0 else f"{text[:MAX_CHARACTERS]} … ({left} more characters)"

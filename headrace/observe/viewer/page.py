@@ -15,6 +15,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from headrace.observe.rollouts.picture_files import PICTURE_TEXT, ShownPictures
 from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, StepRecord
 from headrace.observe.viewer.anchors import Anchor, Choice, anchors
 from headrace.observe.viewer.catalog import Catalog, finite_mean, group_of, method_text
@@ -23,6 +24,7 @@ from headrace.observe.viewer.safe_text import figure, one_line, short_key
 from headrace.observe.viewer.task_text import action_text, asked, call_text, expected, step_calls
 from headrace.observe.viewer.task_text import question as question_of_line
 from headrace.observe.viewer.tokens import LEGEND, ColorBy, Pieces, Token, tokens_of, tone
+from headrace.pictures import PICTURE_MARK
 from headrace.printable import visible
 
 MAX_EPISODES = 96
@@ -123,6 +125,9 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
     environment.filters["as_call"] = call_text
+    shown = ShownPictures()
+    environment.filters["picture"] = lambda name: shown.uri(catalog.path.parent, name)
+    environment.filters["shown_text"] = _shown_text
     played = [summary for summary in catalog.summaries if summary.failed is None]
     budget = TokenBudget(MAX_TOKENS)
     grouped: dict[str, list[EpisodeRecord]] = {}
@@ -143,7 +148,13 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
         script=Markup(script),
         script_hash=digest,
         strip=STRIP,
+        has_pictures=any(message.images for line in lines for message in line.messages),
     )
+
+
+def _shown_text(message: MessageRecord) -> str:
+    text = message.content[:MAX_CHARACTERS]
+    return text.replace(PICTURE_MARK, PICTURE_TEXT) if message.images else text
 
 
 class TokenBudget:
