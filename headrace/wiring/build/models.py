@@ -35,6 +35,7 @@ from headrace.model.memory import choose_placement, num_parameters, plan_memory
 from headrace.model.tiny import save_tiny
 from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.model.value_head import load_scalar_model
+from headrace.model.vision.tiny_vision import write_tiny_vision_model
 from headrace.names import NAMED_MODELS
 from headrace.observe.run_folder import RunFolder
 from headrace.storage import atomic_files, whole_folder
@@ -111,6 +112,7 @@ def load_policy(
         device=device,
         dtype=choose_dtype(c.dtype, device),
         trust_remote_code=c.trust_remote_code,
+        **({} if c.vision is None else {"vision": c.vision}),
     )
     if adapter is not None and has_tokenizer(Path(path)):
         lm = replace(lm, tokenizer=load_tokenizer(Path(path), trust_remote_code=c.trust_remote_code).tokenizer)
@@ -271,7 +273,8 @@ def starting_model(config: Config, folder: RunFolder) -> str:
 
 def _save_tiny(config: Config, folder: Path, words: tuple[str, ...]) -> None:
     tiny = config.model.tiny
-    save_tiny(
+    save = save_tiny if config.model.vision is None else write_tiny_vision_model
+    save(
         folder,
         words=words,
         width=tiny.width,
