@@ -163,6 +163,15 @@ def adapted_layers(names: Sequence[str], targets: Sequence[str]) -> tuple[str, .
 
 # multimodal types whose text half is loaded alone, and the type of that half
 TEXT_HALVES: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+# multimodal types that are loaded whole, with their vision tower; those in TEXT_HALVES only when pictures are asked for
+VISION_TYPES: Mapping[str, str] = {
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL dense models",
+    "qwen3_5": "Qwen3.5 dense models",
+    "idefics3": "Idefics3, SmolVLM 1",
+    "smolvlm": "SmolVLM2",
+}
+VISION_MODES = ("frozen", "train")  # of `model.vision`
 
 
 def text_description(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -171,9 +180,10 @@ def text_description(config: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> text_description({"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": {"hidden_size": 64}})
     {'hidden_size': 64, 'model_type': 'qwen3_5_text', 'tie_word_embeddings': True}
     """
-    half, kind = config.get("text_config"), TEXT_HALVES.get(str(config.get("model_type")))
-    if kind is None or not isinstance(half, Mapping):
+    whole, half = str(config.get("model_type")), config.get("text_config")
+    if whole not in {*TEXT_HALVES, *VISION_TYPES} or not isinstance(half, Mapping):
         return config
+    kind = TEXT_HALVES.get(whole, half.get("model_type"))
     tied = bool(config.get("tie_word_embeddings") or half.get("tie_word_embeddings"))
     return {**half, "model_type": kind, "tie_word_embeddings": tied}
 

@@ -24,10 +24,12 @@ from transformers.pytorch_utils import Conv1D
 
 from headrace.algo.random import derive_seed
 from headrace.errors import ModelError, boundary
+from headrace.model.vision.kinds import KINDS, is_vision, text_config, text_model
 from headrace.names import adapted_layers
 from headrace.storage.adapter_files import ADAPTER_WEIGHTS, AdapterDescription
 
 EXPERTS, ROUTER = "experts", "router"  # targets of adapters of a mixture
+TEXT_HALF_NAMES = {kind.decoder for kind in KINDS.values()}  # of modules of vision-language models
 BESIDE = "_lora"  # behind the name of a parameter: the module with its adapter
 ADAPTER: ContextVar["int | Tensor | None"] = ContextVar("headrace_adapter", default=0)
 
@@ -152,7 +154,12 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     Of a mixture of experts not those of MLPs: by their names peft would adapt experts.
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
-    if getattr(getattr(model, "config", None), "num_experts_per_tok", None):
+    config = getattr(model, "config", None)
+    if is_vision(config):  # adapters are for the text half
+        described: Any = model
+        inside = {id(layer) for layer in (*text_model(model).modules(), described.lm_head)}
+        layers = {name: layer for name, layer in layers.items() if id(layer) in inside}
+    if getattr(text_config(config), "num_experts_per_tok", None):
         return {name: layer for name, layer in layers.items() if ".mlp." not in name}
     return layers
 
@@ -388,11 +395,16 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
         **({"fan_in_fan_out": True} if _transposed(layers) else {}),
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers if not name.endswith(BESIDE)}),
+        "target_modules": sorted({_target(name) for name in layers if not name.endswith(BESIDE)}),
     }
     if parameters := sorted({_short(name) for name in layers if name.endswith(BESIDE)}):
         config["target_parameters"] = parameters
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _target(name: str) -> str:
+    """Return what names a layer to peft: its last name, or all of it where a vision tower may have a layer like it."""
+    return name if any(f".{half}." in name for half in TEXT_HALF_NAMES) else name.rsplit(".", 1)[-1]
 
 
 def _short(name: str) -> str:
