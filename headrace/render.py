@@ -34,6 +34,11 @@ PendingDecode = tuple[IntArray, "asyncio.Future[str]"]  # tokens, and the future
 MAX_KEPT_PIXELS = 2**26  # floats of prepared pictures that a renderer keeps: 256 MiB
 WRITTEN_MARK = "\ufdd0"  # in place of a template's mark for a picture that a text itself has; not a character
 
+NO_PICTURES = (
+    "the messages have pictures and the model reads text alone: take a vision model (docs/models.md), or data without "
+    "pictures"
+)
+
 # For a tokenizer without a chat template: contents on lines of their own, the assistant's closed by end-of-sequence.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}"
@@ -220,6 +225,15 @@ class Renderer:
             images=(*so_far.images, *encoded.placed(start, len(tokens) - start)),
         )
 
+    def picture_tokens(self, picture: Picture) -> PlacedTokens:
+        """Return the tokens that stand for a picture, without what the chat template writes around it."""
+        if self._pictures is None:
+            raise ModelError(NO_PICTURES)
+        image = self._prepare(picture)
+        shown = self._pictures.text(image)
+        encoded = self._placed(shown, [(image, 0, len(shown))])
+        return PlacedTokens(tokens=int_array(encoded.tokens), images=encoded.placed())
+
     def encode(self, text: str) -> list[int]:
         """Tokenize plain text, after the token that the tokenizer begins every text with, if there is one."""
         begin = [self._tokenizer.bos_token_id] if _starts_with_bos(self._tokenizer) else []
@@ -351,7 +365,10 @@ class Renderer:
         """Render and tokenize, with the places of pictures."""
         if not any(message.images for message in messages):
             return _Encoded(tokens=self._encode(self._text(messages, tools, generate=generate)), images=[])
-        text, spans = self._picture_text(messages, tools, generate=generate)
+        return self._placed(*self._picture_text(messages, tools, generate=generate))
+
+    def _placed(self, text: str, spans: Sequence[tuple[ModelImage, int, int]]) -> _Encoded:
+        """Tokenize a text, and find the image tokens of each picture in its span of the text."""
         assert self._pictures is not None
         if not self._tokenizer.is_fast:
             raise ModelError(
@@ -379,10 +396,7 @@ class Renderer:
         """Render with the text of each picture in place of the template's mark, and say where these texts are."""
         reader = self._pictures
         if reader is None:
-            raise ModelError(
-                "the messages have pictures and the model reads text alone: take a vision model (docs/models.md), or "
-                "data without pictures"
-            )
+            raise ModelError(NO_PICTURES)
         mark = reader.template_mark
         pieces = self._text([_without_mark(message, mark) for message in messages], tools, generate=generate).split(
             mark

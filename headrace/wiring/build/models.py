@@ -35,6 +35,7 @@ from headrace.model.memory import choose_placement, num_parameters, plan_memory
 from headrace.model.tiny import save_tiny
 from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.model.value_head import load_scalar_model
+from headrace.model.vision.kinds import write_processor_files
 from headrace.model.vision.tiny_vision import write_tiny_vision_model
 from headrace.names import NAMED_MODELS
 from headrace.observe.run_folder import RunFolder
@@ -112,7 +113,7 @@ def load_policy(
         device=device,
         dtype=choose_dtype(c.dtype, device),
         trust_remote_code=c.trust_remote_code,
-        **({} if c.vision is None else {"vision": c.vision}),
+        **({} if c.vision is None else {"vision": c.vision}),  # a `load` for text alone does not take it
     )
     if adapter is not None and has_tokenizer(Path(path)):
         lm = replace(lm, tokenizer=load_tokenizer(Path(path), trust_remote_code=c.trust_remote_code).tokenizer)
@@ -299,6 +300,7 @@ def _save_merged(c: ModelConfig, folder: Path) -> None:
     lm = load_model(c.path, dtype=choose_dtype(c.dtype, choose_device(c.device)), trust_remote_code=c.trust_remote_code)
     lm.model.save_pretrained(folder)
     lm.tokenizer.save_pretrained(folder)
+    write_processor_files(folder, lm.vision)
 
 
 def load_tokens(c: ModelConfig, path: str) -> TokenizerOnly:
