@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.observe.report.svg import number
-from headrace.observe.rollouts.picture_files import PICTURE_TEXT
+from headrace.observe.rollouts.picture_files import shown_content
 from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, NoteRecord
-from headrace.pictures import PICTURE_MARK
 from headrace.printable import single_line
 
 MAX_TURNS = 40
@@ -161,7 +160,6 @@ def _note(note: NoteRecord) -> str:
 
 def _text(message: MessageRecord) -> str:
     calls = "".join(f"\n{call.name}({call.arguments})" for call in message.tool_calls)
-    content = message.content.replace(PICTURE_MARK, PICTURE_TEXT) if message.images else message.content
-    text = (content + calls).strip("\n")
+    text = (shown_content(message) + calls).strip("\n")
     left = len(text) - MAX_CHARACTERS
     return text if left <= 0 else f"{text[:MAX_CHARACTERS]} … ({left} more characters)"

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from headrace.errors import RunFolderError, boundary
-from headrace.pictures import Picture
+from headrace.observe.rollouts.records import MessageRecord
+from headrace.pictures import PICTURE_MARK, Picture
 from headrace.storage import atomic_files
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,11 @@ MAX_SHOWN_BYTES = 2**20  # of a picture in a page
 MAX_PAGE_BYTES = 16 * 2**20  # of all pictures of a page
 _NAME = re.compile(r"[0-9a-f]{64}\.(png|jpeg|gif|webp|bmp|tiff|bin)")
 _SHOWN = ("image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp")  # that browsers show and cannot run
+
+
+def shown_content(message: MessageRecord) -> str:
+    """Return the text of a message as readers see it: words in place of the marks of pictures."""
+    return message.content.replace(PICTURE_MARK, PICTURE_TEXT) if message.images else message.content
 
 
 def picture_file_name(picture: Picture) -> str:

@@ -15,7 +15,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from headrace.observe.rollouts.picture_files import PICTURE_TEXT, ShownPictures
+from headrace.observe.rollouts.picture_files import ShownPictures, shown_content
 from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, StepRecord
 from headrace.observe.viewer.anchors import Anchor, Choice, anchors
 from headrace.observe.viewer.catalog import Catalog, finite_mean, group_of, method_text
@@ -24,7 +24,6 @@ from headrace.observe.viewer.safe_text import figure, one_line, short_key
 from headrace.observe.viewer.task_text import action_text, asked, call_text, expected, step_calls
 from headrace.observe.viewer.task_text import question as question_of_line
 from headrace.observe.viewer.tokens import LEGEND, ColorBy, Pieces, Token, tokens_of, tone
-from headrace.pictures import PICTURE_MARK
 from headrace.printable import visible
 
 MAX_EPISODES = 96
@@ -153,8 +152,7 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
 
 
 def _shown_text(message: MessageRecord) -> str:
-    text = message.content[:MAX_CHARACTERS]
-    return text.replace(PICTURE_MARK, PICTURE_TEXT) if message.images else text
+    return shown_content(message)[:MAX_CHARACTERS]
 
 
 class TokenBudget:
