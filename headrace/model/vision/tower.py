@@ -23,7 +23,7 @@ TOGETHER = 16  # images that a GPU computes in one pass
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """What the text half reads of one image: embeddings, and what is added to the first layers' outputs."""
+    """Hold what the text half reads of one image: embeddings, and what is added to the first layers' outputs."""
 
     embeddings_ND: Tensor
     deep: tuple[Tensor, ...] = ()  # [N, D] for each of the first layers (Qwen3-VL)
