@@ -59,7 +59,11 @@ class Message:
     images: tuple[Picture, ...] = ()  # in order; each stands where `content` has a PICTURE_MARK
 
     def __post_init__(self) -> None:
-        assert not self.images or self.content.count(PICTURE_MARK) == len(self.images)
+        if self.images and self.content.count(PICTURE_MARK) != len(self.images):
+            raise ValueError(
+                f"a message has {len(self.images)} pictures, and its content {self.content.count(PICTURE_MARK)} marks: "
+                "write a headrace.pictures.PICTURE_MARK where each stands"
+            )
 
 
 def wire_message(message: Message) -> dict[str, Any]:

@@ -103,9 +103,10 @@ def _renderer(config: Config) -> Renderer:
         raise DataError(f"the tokenizer of {model.path} is fetched by a run")
     pictures: OnDemandReader | None = None
     if model.path == "tiny" and model.vision is not None:
-        from headrace.model.vision.tiny_vision import write_tiny_vision_model  # loads torch
+        from headrace.model.load import no_progress_bars  # loads torch
+        from headrace.model.vision.tiny_vision import write_tiny_vision_model
 
-        with tempfile.TemporaryDirectory() as folder_name:
+        with tempfile.TemporaryDirectory() as folder_name, no_progress_bars():
             write_tiny_vision_model(Path(folder_name), words=tiny_words(config))
             tokens, pictures = load_tokenizer(Path(folder_name)), reader_of(model, folder_name)
             _ = pictures.loaded
