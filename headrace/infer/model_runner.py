@@ -209,7 +209,7 @@ class ModelRunner:
             if not batch.has_images:
                 return self._hidden(tokens_T, rotary_T, context)
             images = self._image_rows(batch)
-            return self.lm.hidden(tokens_T, self._rotary(batch, rotary_T), context, images=images)
+            return self._hidden(tokens_T, self._rotary(batch, rotary_T), context, images=images)
 
     def _rotary(self, batch: ForwardBatch, positions_T: Tensor) -> Tensor:
         """Return the rotary positions of a step's rows, [3, T] where images give them three axes."""
