@@ -48,6 +48,7 @@ from headrace.model.vision.kinds import (
     current_names,
     is_vision,
     loads_whole,
+    processor_template,
     read_processor_files,
     text_config,
     text_model,
@@ -215,6 +216,8 @@ def load_model(
             check_text_half(model, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         files = read_processor_files(folder) if whole else {}
+        if getattr(tokenizer, "chat_template", None) is None and (template := processor_template(files)) is not None:
+            tokenizer.chat_template = template
     # quantised before it is moved: the device may have no room for all of it
     num_plain = 0 if quantization is None else quantize_model(model, quantization.bits)
     model = own_storage(model if by_package else model.to(device))

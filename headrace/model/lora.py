@@ -395,14 +395,14 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
         **({"fan_in_fan_out": True} if _transposed(layers) else {}),
-        "target_modules": sorted({_target(name) for name in layers if not name.endswith(BESIDE)}),
+        "target_modules": sorted({peft_target(name) for name in layers if not name.endswith(BESIDE)}),
     }
     if parameters := sorted({_short(name) for name in layers if name.endswith(BESIDE)}):
         config["target_parameters"] = parameters
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _target(name: str) -> str:
+def peft_target(name: str) -> str:
     """Return what names a layer to peft: its last name, or all of it where a vision tower may have a layer like it."""
     return name if any(f".{half}." in name for half in TEXT_HALF_NAMES) else name.rsplit(".", 1)[-1]
 

@@ -1,6 +1,7 @@
 """The tower computes each image once, features are forgotten when its weights change, and bad images are refused."""
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from headrace.errors import BackendError, ModelError, SamplerError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.hf_generate import GenerateSampler
 from headrace.infer.sampling import refuse_images
-from headrace.model.load import LanguageModel, load_model
+from headrace.model.load import LanguageModel, full_copy, load_model, recompute_layers
 from headrace.model.tiny import save_tiny
 from headrace.model.value_head import with_scalar_head
 from headrace.pictures import ModelImage
@@ -57,11 +58,14 @@ def test_a_frozen_tower_computes_an_image_once_however_often_it_is_trained_on(fo
     backend.close()
 
 
-def test_micro_batches_do_not_change_the_gradient_of_a_trained_tower(folder: VisionFolder) -> None:
+def test_micro_batches_and_recomputation_do_not_change_the_gradient_of_a_trained_tower(folder: VisionFolder) -> None:
     data = [make_datum(folder, [[9, 10 + index], folder.image(index % 3), [11, 12]]) for index in range(5)]
     gradients = []
     for budget in (16, 4096):
-        backend = TorchBackend(load_model(folder.path, vision="train"), micro_batch_tokens=budget)
+        lm = load_model(folder.path, vision="train")
+        if budget == 16:
+            recompute_layers(lm.model)
+        backend = TorchBackend(lm, micro_batch_tokens=budget)
         backend.forward_backward(data, CROSS_ENTROPY).result()
         gradients.append(backend.gradients().result())
         backend.close()
@@ -76,10 +80,11 @@ def sample(engine: EmbeddedEngine, folder: VisionFolder) -> Completion:
     return asyncio.run(engine.sample(SampleRequest(prompt=tokens, images=images, params=params)))
 
 
-def test_the_engine_forgets_images_when_weights_change(folder: VisionFolder) -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_the_engine_forgets_images_when_weights_change(folder: VisionFolder, copied: bool) -> None:
     """The tower itself is changed, as training does that: what is sampled then is what a fresh engine samples."""
     lm = load_model(folder.path, vision="train")
-    engine = EmbeddedEngine(lm, max_num_seqs=8)
+    engine = EmbeddedEngine(full_copy(lm) if copied else lm, source=lm if copied else None, max_num_seqs=8)
     first = sample(engine, folder)
     with torch.no_grad():
         for parameter in lm.model.base_model.visual.parameters():
@@ -162,3 +167,12 @@ def forward_once(lm: LanguageModel, datum: Datum) -> None:
         backend.forward([datum], CROSS_ENTROPY).result()
     finally:
         backend.close()
+
+
+def test_a_template_beside_the_processor_is_the_tokenizers(folder: VisionFolder, tmp_path: Path) -> None:
+    """As older folders have it."""
+    shutil.copytree(folder.path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_model(tmp_path).tokenizer.chat_template is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert load_model(tmp_path).tokenizer.chat_template == "{{ messages }}"

@@ -3,6 +3,7 @@
 A type is listed when `tests/model/vision` has compared it with transformers' own forward and backward pass.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ PROCESSOR_FILES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionKind:
-    """What a vision-language type differs in."""
+    """Describe what a vision-language type differs in."""
 
     decoder: str  # attribute of the base model that has the decoder layers
     three_axes: bool  # rotary positions have axes of time, height and width
@@ -62,7 +63,7 @@ REFUSED: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionPart:
-    """What is known of the vision tower of a loaded model, beside its weights."""
+    """Describe the vision tower of a loaded model, beside its weights."""
 
     model_type: str
     merge: int  # patches of a token in height and width, where positions have three axes
@@ -130,6 +131,12 @@ def check_vision_type(model_type: str, folder: object) -> None:
 def loads_whole(model_type: str, vision: str | None) -> bool:
     """Tell whether a model is loaded with its vision tower: when that is asked for, or it has no type for its text."""
     return model_type in KINDS and (vision is not None or model_type not in TEXT_HALVES)
+
+
+def processor_template(files: Mapping[str, bytes]) -> str | None:
+    """Return the chat template of a processor, where older folders have it in a file of its own."""
+    template = json.loads(files["chat_template.json"]).get("chat_template") if "chat_template.json" in files else None
+    return template if isinstance(template, str) else None
 
 
 def write_processor_files(folder: Path, part: VisionPart | None) -> None:
