@@ -108,7 +108,8 @@ def load_policy(
     """Load a language model, with the adapters of [model.lora]. `adapter` is the one that they go on from, if that has
     their shape (`adapter_to_continue`); it is in `path`."""
     device = choose_device(c.device)
-    lm = (load or load_model)(
+    loader: Callable[..., LanguageModel] = load or load_model
+    lm = loader(
         path if adapter is None else adapter.base,
         device=device,
         dtype=choose_dtype(c.dtype, device),

@@ -95,9 +95,10 @@ async def _evaluate(
     config: Config, wrap_env: Callable[[Callable[[], Env]], Callable[[], Env]] = lambda make_env: make_env
 ) -> EvalResult:
     """Play the tasks of [eval.source]; `wrap_env` may wrap the function that makes environments."""
-    if config.eval.source is None:
+    source = config.eval.source
+    if source is None:
         raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
-    tasks = tasks_of(config.eval.source)[: config.eval.tasks]
+    tasks = tasks_of(source)[: config.eval.tasks]
     if remote_name(config.model.path) is None:
         shown = first_with_pictures(task.messages for task in tasks)
         config = with_vision(config, has_pictures=shown is not None)
@@ -114,7 +115,7 @@ async def _evaluate(
         open_player = _local_player
     max_turns = None if config.rl is None else config.rl.max_turns
     try:
-        make_env = make_env_of(config.eval.source, max_turns=max_turns)
+        make_env = make_env_of(source, max_turns=max_turns)
         async with open_player(config, terms, wrap_env(make_env)) as play:
             return await evaluate_tasks(tasks, play)
     finally:
