@@ -20,6 +20,10 @@ class DataError(HeadraceError):
     """A dataset, prompt or label is not what it should be."""
 
 
+class PictureError(DataError):
+    """A picture of one row is missing, cannot be decoded or is too large: the row is left out."""
+
+
 class ModelError(HeadraceError):
     """A model or tokenizer cannot be loaded, or is of a kind that is not supported."""
 

@@ -181,6 +181,15 @@ TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
     "gemma4_text": {"tie_word_embeddings": True},
 }
+# multimodal types that are loaded whole, with their vision tower; those in TEXT_HALVES only when pictures are asked for
+VISION_TYPES: Mapping[str, str] = {
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL dense models",
+    "qwen3_5": "Qwen3.5 dense models",
+    "idefics3": "Idefics3, SmolVLM 1",
+    "smolvlm": "SmolVLM2",
+}
+VISION_MODES = ("frozen", "train")  # of `model.vision`
 
 
 def text_description(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -189,9 +198,10 @@ def text_description(config: Mapping[str, Any]) -> Mapping[str, Any]:
     >>> text_description({"model_type": "qwen3_5", "tie_word_embeddings": True, "text_config": {"hidden_size": 64}})
     {'hidden_size': 64, 'model_type': 'qwen3_5_text', 'tie_word_embeddings': True}
     """
-    half, kind = config.get("text_config"), TEXT_HALVES.get(str(config.get("model_type")))
-    if kind is None or not isinstance(half, Mapping):
+    whole, half = str(config.get("model_type")), config.get("text_config")
+    if whole not in {*TEXT_HALVES, *VISION_TYPES} or not isinstance(half, Mapping):
         return config
+    kind = str(TEXT_HALVES.get(whole, half.get("model_type")))
     defaults = TEXT_DEFAULTS.get(kind, {})
     default = defaults.get("tie_word_embeddings", False)
     tied = any(part.get("tie_word_embeddings", default) for part in (config, half))

@@ -3,7 +3,9 @@
 No torch, no image library: `headrace.model.vision` decodes pictures with the model's own processor.
 """
 
+import base64
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -32,6 +34,50 @@ class Picture:
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    @property
+    def media_type(self) -> str:
+        """Return the media type that the first bytes say, "image/png" for example; "" if they say none."""
+        if self.data[:4] == b"RIFF" and self.data[8:12] == b"WEBP":
+            return "image/webp"
+        return next((kind for start, kind in _FIRST_BYTES.items() if self.data.startswith(start)), "")
+
+    @property
+    def data_uri(self) -> str:
+        """Return the picture as a URI that holds all of it, as pages and OpenAI's messages have it."""
+        kind = self.media_type or "application/octet-stream"
+        return f"data:{kind};base64,{base64.b64encode(self.data).decode()}"
+
+
+_FIRST_BYTES = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"BM": "image/bmp",
+    b"II*\x00": "image/tiff",
+    b"MM\x00*": "image/tiff",
+}
+
+
+def from_data_uri(uri: str, *, name: str = "") -> Picture:
+    """Read a picture out of a URI that holds it. Raises ValueError if it is none, or not in base64."""
+    head, comma, encoded = uri.partition(",")
+    if not head.startswith("data:") or not head.endswith(";base64") or not comma:
+        raise ValueError("it is no URI of the form data:image/png;base64,...")
+    return Picture(data=base64.b64decode(encoded, validate=True), name=name)
+
+
+def content_parts(content: str, images: Sequence[Picture]) -> list[dict[str, Any]]:
+    """Write a message's content with pictures in OpenAI's form: parts of text and parts of pictures, in order."""
+    texts = content.split(PICTURE_MARK)
+    assert len(texts) == len(images) + 1
+    parts: list[dict[str, Any]] = []
+    for index, text in enumerate(texts):
+        if index:
+            parts.append({"type": "image_url", "image_url": {"url": images[index - 1].data_uri}})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return parts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelImage:
@@ -58,6 +104,22 @@ class PlacedImage:
 
     def __post_init__(self) -> None:
         assert len(self.at) == self.image.num_tokens
+
+
+def image_marks(tokens: npt.NDArray[np.int32], images: Sequence[PlacedImage]) -> npt.NDArray[np.int32]:
+    """Return the tokens with those that images replace as negative numbers made of the image's digest.
+
+    Two sequences have the same tokens and pictures up to a position where these are equal. Without images it is the
+    same array.
+    """
+    if not images:
+        return tokens
+    marked = np.array(tokens, dtype=np.int32)
+    for placed in images:
+        stream = hashlib.shake_256(placed.image.digest.encode()).digest(4 * len(placed.at))
+        marked[placed.at] = -1 - (np.frombuffer(stream, dtype="<u4") >> 1).astype(np.int32)
+    marked.setflags(write=False)
+    return marked
 
 
 class PictureReader(Protocol):

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from headrace.errors import BackendError, NoGradientError, RewardError, SamplerError
+from headrace.errors import BackendError, NoGradientError, PictureError, RewardError, SamplerError
 from headrace.metrics import Mean, Sum
+from headrace.pictures import PICTURE_MARK, ModelImage, Picture
 from headrace.types import (
     Action,
     Adam,
@@ -395,3 +396,37 @@ def run_virtual(main: Coroutine[Any, Any, R]) -> R:
     """
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakePictureReader:
+    """A reader of pictures for any tokenizer: an image token is the template's mark, and a picture has from 2 to 5.
+
+    Its pixels are the picture's bytes, so that equal pictures have equal pixels.
+    """
+
+    image_token: int
+    template_mark: str = "<image>"  # a token of the tokenizer, `image_token`
+
+    def read(self, picture: Picture) -> ModelImage:
+        if not picture.media_type:
+            raise PictureError(f"{picture.name}: it cannot be decoded")
+        num_tokens = 2 + picture.data[-1] % 4
+        values = np.frombuffer(picture.data, dtype=np.uint8).astype(np.float32)
+        pixels = np.resize(values / np.float32(255), (num_tokens, 4))
+        return ModelImage(
+            digest=f"fake {picture.digest}", pixels=pixels, grid=(1, 1, num_tokens), num_tokens=num_tokens
+        )
+
+    def text(self, image: ModelImage) -> str:
+        return self.template_mark * image.num_tokens
+
+    def template_content(self, content: str, num_pictures: int) -> Any:
+        """Write parts, as templates of vision models take them."""
+        if not num_pictures:
+            return content
+        first, *rest = content.split(PICTURE_MARK)
+        parts = [{"type": "text", "text": first}]
+        for text in rest:
+            parts += [{"type": "image"}, {"type": "text", "text": text}]
+        return [part for part in parts if part.get("text") != ""]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.metrics import Metrics
-from headrace.pictures import PICTURE_MARK, Picture, PlacedImage
+from headrace.pictures import PICTURE_MARK, Picture, PlacedImage, content_parts
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -59,16 +59,21 @@ class Message:
     images: tuple[Picture, ...] = ()  # in order; each stands where `content` has a PICTURE_MARK
 
     def __post_init__(self) -> None:
-        assert not self.images or self.content.count(PICTURE_MARK) == len(self.images)
+        if self.images and self.content.count(PICTURE_MARK) != len(self.images):
+            raise ValueError(
+                f"a message has {len(self.images)} pictures, and its content {self.content.count(PICTURE_MARK)} marks: "
+                "write a headrace.pictures.PICTURE_MARK where each stands"
+            )
 
 
 def wire_message(message: Message) -> dict[str, Any]:
-    """Write a message in OpenAI's form, without the fields that are absent.
+    """Write a message in OpenAI's form, without the fields that are absent; pictures are URIs that hold them.
 
     >>> wire_message(Message(role="tool", content="3", tool_call_id="7"))
     {'role': 'tool', 'content': '3', 'tool_call_id': '7'}
     """
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    content = content_parts(message.content, message.images) if message.images else message.content
+    fields: dict[str, Any] = {"role": message.role, "content": content}
     if message.name is not None:
         fields["name"] = message.name
     if message.tool_call_id is not None:

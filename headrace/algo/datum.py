@@ -10,6 +10,8 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
+from headrace.errors import DataError
+from headrace.pictures import PlacedImage, image_marks
 from headrace.types import (
     CreditedEpisode,
     Datum,
@@ -31,13 +33,15 @@ def shift(
     temperature: float = 1.0,
     unit: int | None = None,
     experts: ExpertArray | None = None,
+    images: Sequence[PlacedImage] = (),
 ) -> Datum:
     """Make the Datum whose position t predicts token t + 1. The arrays describe tokens; their entry 0 is cut.
 
-    `experts` describes the inputs: all tokens but the last.
+    `experts` describes the inputs: all tokens but the last. An image cannot end a sequence: half of it is no input.
     """
     assert len(tokens_N) >= 2, "a sequence of one token predicts nothing"
     assert all(len(array) == len(tokens_N) for array in arrays_N.values())
+    assert all(int(placed.at[-1]) < len(tokens_N) - 1 for placed in images), "an image cannot end a sequence"
     return Datum(
         inputs=int_array(tokens_N[:-1]),
         targets=int_array(tokens_N[1:]),
@@ -45,12 +49,15 @@ def shift(
         temperature=temperature,
         unit=unit,
         experts=experts,
+        images=tuple(images),
     )
 
 
-def conversation_datum(tokens_N: IntArray, trained_N: npt.NDArray[np.bool_]) -> Datum:
+def conversation_datum(
+    tokens_N: IntArray, trained_N: npt.NDArray[np.bool_], images: Sequence[PlacedImage] = ()
+) -> Datum:
     """Make the Datum of a rendered conversation: weight 1 on the assistant's tokens, 0 elsewhere."""
-    return shift(tokens_N, {"weights": trained_N.astype(np.float32)})
+    return shift(tokens_N, {"weights": trained_N.astype(np.float32)}, images=images)
 
 
 class SequenceUnit(StrEnum):
@@ -74,6 +81,7 @@ class SequenceSample:
     versions: IntArray  # -1 where not sampled
     next_logprobs: FloatArray  # NaN where not known
     experts: ExpertArray | None  # of all tokens but the last
+    images: tuple[PlacedImage, ...] = ()
 
 
 def split_samples(episode: Episode, rows: SequenceUnit = SequenceUnit.EPISODE) -> tuple[SequenceSample, ...]:
@@ -94,11 +102,12 @@ def chains(steps: Sequence[Step]) -> tuple[tuple[int, ...], ...]:
     sequences: list[list[int]] = []
     so_far = np.zeros(0, dtype=np.int32)
     for index, step in enumerate(steps):
-        if sequences and len(step.prompt) >= len(so_far) and np.array_equal(step.prompt[: len(so_far)], so_far):
+        prompt = image_marks(step.prompt, step.images)  # a prefix has the same pictures too
+        if sequences and len(prompt) >= len(so_far) and np.array_equal(prompt[: len(so_far)], so_far):
             sequences[-1].append(index)
         else:
             sequences.append([index])
-        so_far = np.concatenate([step.prompt, step.completion.tokens])
+        so_far = np.concatenate([prompt, step.completion.tokens])
     return tuple(map(tuple, sequences))
 
 
@@ -125,6 +134,7 @@ def _join_steps(chain: Sequence[tuple[int, Step]]) -> SequenceSample:
         versions=versions,
         next_logprobs=next_logprobs,
         experts=_join_experts([step.completion.experts for _, step in chain]),
+        images=last.images,
     )
 
 
@@ -141,9 +151,13 @@ def _join_experts(recorded: Sequence[ExpertArray | None]) -> ExpertArray | None:
 
 
 def to_data(credited: Sequence[CreditedEpisode], rows: SequenceUnit = SequenceUnit.EPISODE) -> tuple[Datum, ...]:
-    """Make Datums with weight 1 and the step's advantage on sampled tokens; `reweight` normalises them later."""
+    """Make Datums with weight 1 and the step's advantage on sampled tokens; `reweight` normalises them later.
+
+    Raises DataError on episodes whose pictures are not there any more, as those of files of rollouts.
+    """
     data: list[Datum] = []
     for episode in credited:
+        _check_pictures(episode.scored.episode)
         advantages = np.array([*episode.advantages, 0.0], dtype=np.float32)  # index -1: not sampled
         for sample in split_samples(episode.scored.episode, rows):
             data.append(
@@ -159,13 +173,27 @@ def to_data(credited: Sequence[CreditedEpisode], rows: SequenceUnit = SequenceUn
                     temperature=episode.scored.episode.temperature,
                     unit=None,
                     experts=sample.experts,
+                    images=sample.images,
                 )
             )
     return tuple(data)
 
 
+def _check_pictures(episode: Episode) -> None:
+    """Raise DataError if messages have pictures and no step has one: nothing is trained on a blank."""
+    if any(message.images for message in episode.messages) and not any(step.images for step in episode.steps):
+        raise DataError(
+            "an episode has pictures in its messages and none in its steps, as episodes that are read from files of "
+            "rollouts: sample it again to train on it"
+        )
+
+
 def scalar_datum(
-    tokens_N: IntArray, arrays_N: Mapping[str, npt.NDArray[np.floating]], *, unit: int | None = None
+    tokens_N: IntArray,
+    arrays_N: Mapping[str, npt.NDArray[np.floating]],
+    *,
+    unit: int | None = None,
+    images: Sequence[PlacedImage] = (),
 ) -> Datum:
     """Make a Datum for a scalar head, which reads position t off the hidden state of token t and ignores targets."""
     return Datum(
@@ -173,14 +201,15 @@ def scalar_datum(
         targets=int_array(tokens_N),
         arrays={name: float_array(array) for name, array in arrays_N.items()},
         unit=unit,
+        images=tuple(images),
     )
 
 
-def scored_datum(tokens_N: IntArray, *, unit: int | None = None) -> Datum:
+def scored_datum(tokens_N: IntArray, *, unit: int | None = None, images: Sequence[PlacedImage] = ()) -> Datum:
     """Make a Datum for a reward model, whose score of a sequence is the number at its last token."""
     weights_N = np.zeros(len(tokens_N), dtype=np.float32)
     weights_N[-1:] = 1.0
-    return scalar_datum(tokens_N, {"weights": weights_N}, unit=unit)
+    return scalar_datum(tokens_N, {"weights": weights_N}, unit=unit, images=images)
 
 
 def all_tokens(datum: Datum) -> IntArray:

@@ -99,6 +99,8 @@ class ModelConfig:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if there is one, else mps, else cpu
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on cuda, else float32
     lora: LoraConfig | None = None  # train low-rank adapters in place of all parameters
+    # load a vision model whole: its vision tower as it is, or trained too; unset: "frozen" if the data have pictures
+    vision: Literal["frozen", "train"] | None = None
     tiny: TinyModelConfig = field(default_factory=TinyModelConfig)  # the shape of path = "tiny"
     # keep only each layer's input for the backward pass: less memory, a quarter more time; auto: on cuda, if needed
     recompute: FlagOrAuto = "auto"

@@ -2,6 +2,7 @@
 
 - `rows`: read rows from JSONL, Parquet, a dataset of the hub or on disk, reasoning-gym or a user's function.
 - `row_formats`: recognise OpenAI messages, ShareGPT, Alpaca, TRL's and verl's rows by their columns.
+- `picture_columns`: read the pictures of a row, and leave out rows whose pictures cannot be read.
 - `task_rows`: turn rows into tasks.
 - `task_source`: give out tasks in an endless, seeded, resumable order; filter prompts.
 - `curriculum`: draw tasks by how uncertain their success is.

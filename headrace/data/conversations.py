@@ -11,10 +11,11 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from headrace.data.picture_columns import LeftOut
 from headrace.data.row_formats import FormatLog, check_columns, parse_reply, recognise, with_system
 from headrace.data.rows import DataRow, DataSource, read_rows, rows_of
 from headrace.data.shuffle import fingerprint, permutation
-from headrace.errors import CheckpointError, DataError
+from headrace.errors import CheckpointError, DataError, PictureError
 from headrace.types import Message
 
 
@@ -67,7 +68,14 @@ def _conversations(
 ) -> list[Conversation]:
     check_columns(columns)
     log = FormatLog(what)
-    conversations = [_to_conversation(row, columns, system, log) for row in rows]
+    conversations: list[Conversation] = []
+    left_out = LeftOut(what)
+    for row in rows:
+        try:
+            conversations.append(_to_conversation(row, columns, system, log))
+        except PictureError as exc:
+            left_out.add(exc)
+    left_out.log(len(conversations))
     if not conversations:
         raise DataError("the source has no rows: there is nothing to train on")
     log.write()

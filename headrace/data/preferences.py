@@ -102,6 +102,7 @@ def _labelled(
 
 
 def _to_labelled(row: DataRow, columns: Mapping[str, str], system: str | None) -> LabelledReply:
+    _refuse_pictures(row)
     prompt, label = pick(row, columns, "prompt"), pick(row, columns, "label")
     there = ", ".join(row.columns) or "none"
     if prompt is None or label is None:
@@ -150,6 +151,7 @@ def _pairs(
 def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None, log: FormatLog) -> PreferencePair:
     """Make a pair of a row. Without a prompt both sides are whole conversations, given as messages; so are sides that
     begin with the messages of the prompt."""
+    _refuse_pictures(row)
     prompt = pick(row, columns, "prompt")
     if prompt is None:
         prompt = next((name for name in PROMPTS if isinstance(row.columns.get(name), str)), None)
@@ -171,6 +173,14 @@ def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None, log: 
     if sides[0] == sides[1]:
         raise DataError(f"{row.place}: chosen and rejected are the same, so neither is better: leave the row out")
     return PreferencePair(chosen=sides[0], rejected=sides[1], margin=_margin(row, columns))
+
+
+def _refuse_pictures(row: DataRow) -> None:
+    if row.columns.get("images"):
+        raise DataError(
+            f"{row.place}: it has pictures (column images), and preferences are trained on text alone: leave the "
+            "column out, or train with [sft] or [rl]"
+        )
 
 
 def _side(row: DataRow, columns: Mapping[str, str], name: str) -> tuple[Message, ...]:

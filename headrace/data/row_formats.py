@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.data.rows import DataRow
+from headrace.data.picture_columns import PictureColumn, place_pictures, plain_text
+from headrace.data.rows import DataRow, is_pictures
 from headrace.errors import ConfigError, DataError
+from headrace.pictures import PICTURE_MARK, Picture
 from headrace.types import Message, ToolCall
 
 logger = logging.getLogger(__name__)
 
-OUR_COLUMNS = ("prompt", "messages", "answer", "id")
+OUR_COLUMNS = ("prompt", "messages", "answer", "id", "images")
+PICTURE_PARTS = ("image", "image_url")  # types of the parts of a message's content
 CONVERSATIONS = ("conversations", "conversation")  # ShareGPT's columns
 REPLIES = {  # the column that a prompt is read from -> those of its reply, the first that is there
     "prompt": ("answer", "completion", "response"),
@@ -112,7 +115,10 @@ def _read(
         value = f"{value}\n\n{there['input']}"
     if column == "instruction" and "input" in there:
         used.append("input")
-    messages = parse_prompt(value, row.place)
+    pictures = PictureColumn(row, _picture_column(row, columns, value))
+    messages = place_pictures(parse_prompt(value, row.place, pictures), pictures)
+    if pictures.column is not None and pictures.num_taken:
+        used.append(pictures.column)
     if system is not None and isinstance(there.get(system), str):
         used.append(system)
         messages = with_system(messages, there[system] or None)
@@ -120,6 +126,21 @@ def _read(
     if answer is None:
         answer = next((name for name in replies if there.get(name) is not None), None)
     return RecognisedRow(form=form, messages=messages, columns=tuple(used), answer=answer)
+
+
+def _picture_column(row: DataRow, columns: Mapping[str, str], value: Any) -> str | None:
+    """Return the column of a row's pictures: `images`, or `image` where that cannot be anything else."""
+    if (column := pick(row, columns, "images")) is not None:
+        return column
+    image = row.columns.get("image")
+    return "image" if is_pictures(image) or (image and _asks_for_pictures(value)) else None
+
+
+def _asks_for_pictures(value: Any) -> bool:
+    """Tell whether messages have a part {"type": "image"} that stands for a picture of the column."""
+    contents = [item.get("content") for item in value if isinstance(item, Mapping)] if isinstance(value, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") == "image" and len(part) == 1 for part in parts)
 
 
 def pick(row: DataRow, columns: Mapping[str, str], name: str) -> str | None:
@@ -156,12 +177,15 @@ def with_system(messages: tuple[Message, ...], system: str | None) -> tuple[Mess
     return (Message(role="system", content=system), *messages)
 
 
-def parse_prompt(value: Any, place: str) -> tuple[Message, ...]:
-    """Parse a prompt: a text is one user message, a list is a conversation in OpenAI's or ShareGPT's format."""
+def parse_prompt(value: Any, place: str, pictures: PictureColumn | None = None) -> tuple[Message, ...]:
+    """Parse a prompt: a text is one user message, a list is a conversation in OpenAI's or ShareGPT's format.
+
+    `pictures` reads those in the messages; without it there may be none.
+    """
     if isinstance(value, str):
         return (Message(role="user", content=value),)
     if isinstance(value, Sequence) and value:
-        return tuple(_parse_message(item, place) for item in value)
+        return tuple(_parse_message(item, place, pictures) for item in value)
     raise DataError(f"{place}: a prompt must be a text or a list of messages, this is {_shorten(value)}")
 
 
@@ -179,7 +203,7 @@ def parse_reply(value: Any, place: str, column: str) -> tuple[Message, ...]:
     )
 
 
-def _parse_message(value: Any, place: str) -> Message:
+def _parse_message(value: Any, place: str, pictures: PictureColumn | None) -> Message:
     if isinstance(value, Mapping) and value.get("role") is None and isinstance(value.get("from"), str):
         return _parse_sharegpt(value, place)
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
@@ -190,14 +214,22 @@ def _parse_message(value: Any, place: str) -> Message:
     content = value.get("content")
     if content is None and calls:
         content = ""
+    images: list[Picture] = []
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "".join(_parse_part(part, place) for part in content)
+        content = "".join(_parse_part(part, place, pictures, images) for part in content)
     if not isinstance(content, str):
         raise DataError(
             f"{place}: the content of a {value['role']} message must be a text, this is {_shorten(content)}"
         )
     name, call_id = value.get("name"), value.get("tool_call_id")
-    return Message(role=value["role"], content=content, name=name, tool_calls=calls, tool_call_id=call_id)
+    return Message(
+        role=value["role"],
+        content=content,
+        name=name,
+        tool_calls=calls,
+        tool_call_id=call_id,
+        images=tuple(images),
+    )
 
 
 def _parse_sharegpt(value: Mapping[str, Any], place: str) -> Message:
@@ -215,10 +247,15 @@ def _parse_sharegpt(value: Mapping[str, Any], place: str) -> Message:
     return Message(role="assistant", content="", tool_calls=(_parse_call(call, place),))
 
 
-def _parse_part(part: Any, place: str) -> str:
+def _parse_part(part: Any, place: str, pictures: PictureColumn | None, images: list[Picture]) -> str:
+    """Return the text of a part; a picture is put into `images`, and its text is the mark."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise DataError(f"{place}: only text parts are supported in a message's content, this is {_shorten(part)}")
+        return plain_text(part["text"])
+    if pictures is not None and isinstance(part, Mapping) and part.get("type") in PICTURE_PARTS:
+        images.append(pictures.read_part(part))
+        return PICTURE_MARK
+    kinds = "text parts" if pictures is None else "parts of type text, image and image_url"
+    raise DataError(f"{place}: only {kinds} are supported in a message's content, this is {_shorten(part)}")
 
 
 def _parse_call(call: Any, place: str) -> ToolCall:

@@ -43,6 +43,7 @@ class DataRow:
 
     place: str  # "tasks.jsonl, line 17"
     columns: Mapping[str, Any]
+    folder: Path = Path()  # where relative paths in the row start
 
 
 def read_rows(source: DataSource, *, base: Path | None = None) -> Iterator[DataRow]:
@@ -102,17 +103,17 @@ def _read_jsonl(path: Path) -> Iterator[DataRow]:
         with open(file, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    yield _parse_line(line, f"{file}, line {number}")
+                    yield _parse_line(line, f"{file}, line {number}", file.parent)
 
 
-def _parse_line(line: bytes, place: str) -> DataRow:
+def _parse_line(line: bytes, place: str, folder: Path) -> DataRow:
     try:
         columns = json.loads(line.decode("utf-8-sig"))
     except ValueError as exc:  # not UTF-8, or not JSON
         raise DataError(f"{place}: not JSON in UTF-8 ({exc})") from exc
     if not isinstance(columns, dict):
         raise DataError(f"{place}: a row must be a JSON object, this is a {type(columns).__name__}")
-    return DataRow(place=place, columns=columns)
+    return DataRow(place=place, columns=columns, folder=folder)
 
 
 def _read_parquet(path: Path) -> Iterator[DataRow]:
@@ -123,7 +124,7 @@ def _read_parquet(path: Path) -> Iterator[DataRow]:
             for batch in table.iter_batches():
                 for columns in batch.to_pylist():
                     number += 1
-                    yield DataRow(place=f"{file}, row {number}", columns=_json_like(columns))
+                    yield DataRow(place=f"{file}, row {number}", columns=_json_columns(columns), folder=file.parent)
 
 
 def _read_hub(source: DataSource, base: Path | None) -> Iterator[DataRow]:
@@ -138,8 +139,9 @@ def _read_hub(source: DataSource, base: Path | None) -> Iterator[DataRow]:
         )
     place = ", ".join(part for part in (source.path, source.subset, source.split) if part)
     with boundary(DataError, f"{place} cannot be read"):
-        for number, columns in enumerate(load_hub_dataset(name, subset=source.subset, split=source.split), start=1):
-            yield DataRow(place=f"{place}, row {number}", columns=_json_like(columns))
+        loaded = _undecoded(load_hub_dataset(name, subset=source.subset, split=source.split))
+        for number, columns in enumerate(loaded, start=1):
+            yield DataRow(place=f"{place}, row {number}", columns=_json_columns(columns))
 
 
 def _read_dataset(source: DataSource, path: Path) -> Iterator[DataRow]:
@@ -154,8 +156,8 @@ def _read_dataset(source: DataSource, path: Path) -> Iterator[DataRow]:
         loaded = loaded[split]
     elif "split" in source.options:
         raise ConfigError(f"{path} holds one dataset without splits: remove options.split")
-    for number, columns in enumerate(loaded, start=1):
-        yield DataRow(place=f"{path}, row {number}", columns=_json_like(columns))
+    for number, columns in enumerate(_undecoded(loaded), start=1):
+        yield DataRow(place=f"{path}, row {number}", columns=_json_columns(columns), folder=path)
 
 
 def _read_reasoning_gym(source: DataSource) -> Iterator[DataRow]:
@@ -188,10 +190,13 @@ def _read_python(source: DataSource, base: Path | None) -> Iterator[DataRow]:
         rows = function(**source.options)
         if not isinstance(rows, Iterable):
             raise DataError(f"{source.path} must return an iterable of dicts, not a {type(rows).__name__}")
-    yield from rows_of(rows, source.path)
+    file, _, _ = source.path.rpartition(":")
+    yield from rows_of(rows, source.path, folder=((base or Path()) / Path(file).expanduser()).parent)
 
 
-def rows_of(rows: Iterable[Any], place: str, *, max_rows: int = MAX_ROWS) -> Iterator[DataRow]:
+def rows_of(
+    rows: Iterable[Any], place: str, *, max_rows: int = MAX_ROWS, folder: Path | None = None
+) -> Iterator[DataRow]:
     """Yield rows from any Python iterable of dicts; raises DataError if it fails or gives something else than dicts."""
     with boundary(DataError, f"{place} failed"):
         for index, columns in enumerate(rows):
@@ -199,19 +204,53 @@ def rows_of(rows: Iterable[Any], place: str, *, max_rows: int = MAX_ROWS) -> Ite
                 raise DataError(f"{place}, row {index}: a row must be a dict, this is a {type(columns).__name__}")
             if index >= max_rows:
                 raise DataError(f"{place} gives more than {max_rows} rows: let it end, or write the rows to a file")
-            yield DataRow(place=f"{place}, row {index}", columns=_json_like(columns))
+            yield DataRow(place=f"{place}, row {index}", columns=_json_columns(columns), folder=folder or Path())
 
 
-def _json_like(value: Any) -> Any:
-    """Convert a value to JSON's types; what JSON has no type for (dates, decimals, bytes) becomes text."""
+def _undecoded(dataset: Any) -> Any:
+    """Let the image columns of a dataset give files' bytes, as Parquet has them, in place of decoded pictures."""
+    features = getattr(dataset, "features", None)
+    if not features:
+        return dataset
+    datasets = importlib.import_module("datasets")
+    for name, feature in features.items():
+        inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) else None)
+        if isinstance(feature, datasets.Image):
+            dataset = dataset.cast_column(name, datasets.Image(decode=False))
+        elif isinstance(inner, datasets.Image):
+            dataset = dataset.cast_column(name, datasets.List(datasets.Image(decode=False)))
+    return dataset
+
+
+def _json_columns(columns: Mapping[str, Any]) -> Any:
+    """Convert columns to JSON's types, but leave pictures as they are: bytes, and objects of bytes and path."""
+    return {str(key): value if is_pictures(value) else json_like(value) for key, value in columns.items()}
+
+
+def is_pictures(value: Any) -> bool:
+    """Tell whether a value is one or several pictures for which JSON has no type."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(is_pictures(item) for item in value)
+    if isinstance(value, Mapping):
+        return isinstance(value.get("bytes"), bytes) and value.keys() <= {"bytes", "path"}
+    return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
+
+
+def json_like(value: Any) -> Any:
+    """Convert a value to JSON's types; what JSON has no type for (dates, decimals, bytes) becomes text.
+
+    The parts of a message's content that are pictures stay as they are.
+    """
     if value is None or isinstance(value, str | bool | int | float):
         return value
+    if isinstance(value, Mapping) and value.get("type") in ("image", "image_url"):
+        return dict(value)
     if isinstance(value, Mapping):
-        return {str(key): _json_like(item) for key, item in value.items()}
+        return {str(key): json_like(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_like(item) for item in value]
+        return [json_like(item) for item in value]
     if hasattr(value, "tolist"):  # numpy arrays and scalars
-        return _json_like(value.tolist())
+        return json_like(value.tolist())
     return str(value)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.algo.random import WEYL_INCREMENT, splitmix64
+from headrace.pictures import Picture
 
 # Fields that classes got after their first fingerprints: they only count if they are set.
 _ADDED = {("ToolConversation", "weights"), ("Message", "images")}
@@ -36,7 +37,9 @@ def fingerprint(items: Iterable[Any]) -> str:
 
 def _feed(digest: Any, value: Any) -> None:
     """Feed a value with its type and length before it, so that no two structures give the same bytes."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if isinstance(value, Picture):  # the same picture in another file is the same
+        _feed(digest, ["Picture", value.digest])
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         name = type(value).__name__
         fields = [
             (field.name, getattr(value, field.name))

@@ -4,9 +4,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from headrace.data.picture_columns import LeftOut
 from headrace.data.row_formats import FormatLog, check_columns, pick, recognise, with_system
-from headrace.data.rows import DataRow, DataSource, read_rows, rows_of
-from headrace.errors import DataError
+from headrace.data.rows import DataRow, DataSource, is_pictures, json_like, read_rows, rows_of
+from headrace.errors import DataError, PictureError
 from headrace.types import Task
 
 FOR_REWARDS = "in the tasks' data, for reward functions"
@@ -15,7 +16,8 @@ FOR_REWARDS = "in the tasks' data, for reward functions"
 def load_tasks(source: DataSource, *, base: Path | None = None) -> list[Task]:
     """Load the tasks of a source that has rows, in their order there; relative paths start at `base`.
 
-    Raises DataError or ConfigError with the file, the line and the columns there are.
+    Raises DataError or ConfigError with the file, the line and the columns there are. A row with a picture that cannot
+    be read is left out and logged.
     """
     rows = read_rows(source, base=base)
     return _tasks(rows, columns=source.columns, system=source.system, what=source.path or source.name or source.type)
@@ -47,7 +49,14 @@ def tasks_from_rows(
 def _tasks(rows: Iterator[DataRow], *, columns: Mapping[str, str], system: str | None, what: str) -> list[Task]:
     check_columns(columns)
     log = FormatLog(what, others=FOR_REWARDS)
-    tasks = [to_task(row, index=index, columns=columns, system=system, log=log) for index, row in enumerate(rows)]
+    tasks: list[Task] = []
+    left_out = LeftOut(what)
+    for index, row in enumerate(rows):
+        try:
+            tasks.append(to_task(row, index=index, columns=columns, system=system, log=log))
+        except PictureError as exc:
+            left_out.add(exc)
+    left_out.log(len(tasks))
     if not tasks:
         raise DataError(f"{what} has no rows: there is nothing to train on")
     ids: set[str] = set()
@@ -76,7 +85,8 @@ def to_task(
     if read.columns[0] == "prompt" and answer in ("completion", "response") and "answer" not in columns:
         answer = None  # somebody's reply, not the right answer
     gone = {*(column for column in read.columns if column != "reward_model"), id_column, answer}
-    data = {key: value for key, value in row.columns.items() if key not in gone}
+    others = {key: value for key, value in row.columns.items() if key not in gone}
+    data = {key: json_like(value) if is_pictures(value) else value for key, value in others.items()}
     if answer is not None:
         data["answer"] = row.columns[answer]
     elif read.ground_truth is not None:

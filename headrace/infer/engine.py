@@ -34,6 +34,7 @@ from headrace.infer.slot_cache import SlotCache, slot_limits
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import LanguageModel, fingerprint
 from headrace.model.multi_lora import BASE, AdapterTable
+from headrace.model.vision.positions import image_fault, rotary_positions, rotary_shift
 from headrace.types import Completion, FloatArray, IntArray, SampleRequest, WeightsHandle
 
 R = TypeVar("R")
@@ -208,7 +209,27 @@ class EmbeddedEngine:
         future: Future[Completion] = Future()
         future.set_running_or_notify_cancel()  # only the compute thread ends it
         limit = min(prompt + params.max_tokens, room)
-        return SequenceState(request, future, frozenset(stops), limit, next(self._arrivals), adapter)
+        sequence = SequenceState(request, future, frozenset(stops), limit, next(self._arrivals), adapter)
+        if request.images:
+            self._place_images(sequence)
+        return sequence
+
+    def _place_images(self, sequence: SequenceState) -> None:
+        """Give the tokens of a prompt with images their positions. Raises SamplerError if they cannot be used."""
+        vision, request = self.lm.vision, sequence.request
+        if vision is None:
+            raise SamplerError(
+                "the prompt has pictures, and this model was loaded without a vision tower: use a vision-language "
+                "model, or leave the pictures out"
+            )
+        merge = vision.merge if vision.three_axes else None
+        if fault := image_fault(request.images, len(request.prompt), merge=merge):
+            raise SamplerError(f"the prompt cannot be used: {fault}")
+        if not self._returns_hidden:
+            raise SamplerError("a decoder that takes several steps at a time reads no pictures")
+        if vision.three_axes:
+            sequence.rotary = rotary_positions(len(request.prompt), request.images, merge=vision.merge)
+            sequence.rotary_shift = rotary_shift(sequence.rotary)
 
     # --- tasks and turns of the compute thread ---
 

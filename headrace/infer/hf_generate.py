@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError, boundary
-from headrace.infer.sampling import check_request, sample_rows
+from headrace.infer.sampling import check_request, refuse_images, sample_rows
 from headrace.model.device import wide_dtype
 from headrace.model.load import copy_folder, copy_weights, fingerprint
 from headrace.model.supported import context_of
@@ -59,6 +59,7 @@ class GenerateSampler:
         return self._version
 
     async def sample(self, request: SampleRequest) -> Completion:
+        refuse_images(request, "the sampler by transformers' generate")
         vocabulary = int(self._model.config.vocab_size)
         decodes = self._tokenizer is not None
         check_request(request, context=self._context, vocabulary=vocabulary, decodes=decodes)

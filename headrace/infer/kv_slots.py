@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headrace.model.multi_lora import BASE
+from headrace.pictures import image_marks
 from headrace.types import (
     Completion,
     ExpertArray,
@@ -60,12 +61,17 @@ class SequenceState:
     prefix_logprobs: list[float] = field(default_factory=list)  # from `score_from` on, as far as known
     experts: ExpertArray | None = None  # of all tokens but the last, when it has ended
     row: int | None = None  # its slot
+    rotary: IntArray | None = None  # [3, prompt]: positions of a prompt with images, where they have three axes
+    rotary_shift: int = 0  # from a later token's index to its position
+    _marks: list[int] | None = None  # of a prompt with images: its tokens, with those of images marked
     waits_for: "tuple[SequenceState, int] | None" = (
         None  # the sequence that prefills so many tokens that this one shares
     )
 
     def __post_init__(self) -> None:
         self.tokens = self.request.prompt.tolist()
+        if self.request.images:
+            self._marks = image_marks(self.request.prompt, self.request.images).tolist()
         if (done := self.request.continue_from) is not None:
             self.tokens += done.tokens.tolist()
             self.logprobs.extend(done.sampler_logprobs.tolist())
@@ -91,7 +97,14 @@ class SequenceState:
 
     @property
     def key(self) -> SequenceKey:
-        return self.adapter, self.request.params.seed, self.request.prompt.tobytes()
+        prompt = self.request.prompt if self._marks is None else int_array(np.array(self._marks))
+        return self.adapter, self.request.params.seed, prompt.tobytes()
+
+    def marked(self, start: int, stop: int) -> list[int]:
+        """Return tokens as prefixes are compared: those that an image replaces are numbers made of its digest."""
+        if self._marks is None or start >= len(self._marks):
+            return self.tokens[start:stop]
+        return self._marks[start:stop] + self.tokens[max(start, len(self._marks)) : stop]
 
     def completion(self, stop: StopReason) -> Completion:
         score_from = self.request.score_from
@@ -209,7 +222,7 @@ class Slots:
             if self._still_waits(sequence):
                 delayed.append(sequence)
                 continue
-            prefix = np.array(sequence.tokens[:-1], dtype=np.int32)
+            prefix = np.array(sequence.marked(0, len(sequence.tokens) - 1), dtype=np.int32)
             key = (sequence.adapter, prefix.tobytes())
             sequence.waits_for = alike.get(key)
             assignment = None
@@ -304,7 +317,8 @@ class Slots:
         self.occupants[row], self.filled[row], self._used_at[row] = sequence, filled, self._clock
         self._prefilled[row] = filled
         self._interrupted.pop(row, None)
-        self._cached_tokens[row, : len(sequence.tokens) - 1] = sequence.tokens[:-1]
+        known = len(sequence.tokens) - 1
+        self._cached_tokens[row, :known] = sequence.marked(0, known)
         sequence.row = row
         return stale
 

@@ -6,7 +6,7 @@ slots' owners or event loops.
 Shape letters: B decode rows, T rows of the step, V vocabulary, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +32,8 @@ from headrace.model.hybrid.layers import state_shapes
 from headrace.model.load import LanguageModel, copy_folder, copy_weights
 from headrace.model.multi_lora import BASE, HEAD, AdapterTable, apply_adapters, use_adapters
 from headrace.model.supported import cached_shapes, shared_layers
-from headrace.types import WeightsFolder, WeightsHandle
+from headrace.model.vision.tower import FeatureCache, ImageRows, RowsOfImage, image_rows
+from headrace.types import WeightsFolder, WeightsHandle, int_array
 
 NO_ADAPTER = "the adapter to sample with is not loaded, or no longer"
 READ = 16  # a decode step reads the filled part of the longest slot, rounded up to this
@@ -56,6 +57,20 @@ class ForwardBatch:
         """The tokens of all chunks, end to end."""
         chunks = zip(self.chunks, self.chunk_sequences, strict=True)
         return [token for chunk, sequence in chunks for token in tokens_of(chunk, sequence)]
+
+    @property
+    def has_images(self) -> bool:
+        sequences = [*(sequence for _, sequence in self.decoding), *self.chunk_sequences]
+        return any(sequence.request.images for sequence in sequences)
+
+    def spans(self) -> Iterator[tuple[slice, int, SequenceState]]:
+        """Yield the rows of each sequence, and the position of the first of them in it."""
+        for row, sequence in self.decoding:
+            yield slice(row, row + 1), len(sequence.tokens) - 1, sequence
+        start = self.decode_rows
+        for chunk, sequence in zip(self.chunks, self.chunk_sequences, strict=True):
+            yield slice(start, start + chunk.length), chunk.offset, sequence
+            start += chunk.length
 
 
 def tokens_of(chunk: PromptChunk, sequence: SequenceState) -> list[int]:
@@ -85,6 +100,7 @@ class ModelRunner:
         self._hidden = cpu_forward(lm) or lm.hidden
         self._head: Tensor | None = None
         self._row_adapters: list[int] = []  # adapter of each row of the last forward pass
+        self.images = FeatureCache(lm.model) if lm.vision is not None else None
 
     # --- weights and adapters ---
 
@@ -96,6 +112,8 @@ class ModelRunner:
             copy_weights(dict(self._source.model.named_parameters()), self.lm.model)
         self._head = None
         invalidate_packed(self.lm.model)
+        if self.images is not None:
+            self.images.clear()
 
     def has_adapter(self, adapter: int) -> bool:
         return adapter == BASE or (self._adapters is not None and adapter in self._adapters)
@@ -186,8 +204,39 @@ class ModelRunner:
             chunk_mask=chunk_mask,
         )
         self._row_adapters = adapters + [BASE] * padding
+        rotary_T = positions_T.clamp_max(self.lm.context - 1)
         with self._using(self._row_adapters):
-            return self._hidden(tokens_T, positions_T.clamp_max(self.lm.context - 1), context)
+            if not batch.has_images:
+                return self._hidden(tokens_T, rotary_T, context)
+            images = self._image_rows(batch)
+            return self._hidden(tokens_T, self._rotary(batch, rotary_T), context, images=images)
+
+    def _rotary(self, batch: ForwardBatch, positions_T: Tensor) -> Tensor:
+        """Return the rotary positions of a step's rows, [3, T] where images give them three axes."""
+        if self.lm.vision is None or not self.lm.vision.three_axes:
+            return positions_T
+        rotary = np.broadcast_to(positions_T.cpu().numpy(), (3, len(positions_T))).copy()
+        for rows, start, sequence in batch.spans():
+            stop = start + rows.stop - rows.start
+            rotary[:, rows] += sequence.rotary_shift
+            if sequence.rotary is not None and start < (given := sequence.rotary.shape[1]):
+                inside = min(stop, given)
+                rotary[:, rows.start : rows.start + inside - start] = sequence.rotary[:, start:inside]
+        return torch.from_numpy(rotary).to(positions_T.device)
+
+    def _image_rows(self, batch: ForwardBatch) -> ImageRows | None:
+        """Return the features of the images that lie among a step's rows."""
+        parts: list[RowsOfImage] = []
+        for rows, start, sequence in batch.spans():
+            for placed in sequence.request.images:
+                first, last = np.searchsorted(placed.at, (start, start + rows.stop - rows.start)).tolist()
+                if first < last:
+                    at = int_array(placed.at[first:last] - start + rows.start)
+                    parts.append(RowsOfImage(placed.image, at, int_array(np.arange(first, last))))
+        if not parts:
+            return None
+        assert self.images is not None
+        return image_rows(parts, self.images.get([part.image for part in parts]), self.lm.device)
 
     def sample(self, hidden_TD: Tensor, decoding: Sequence[tuple[int, SequenceState]]) -> SampledTokens:
         """Sample the next token of each decoding sequence, at the uniform number of its seed and position."""

@@ -58,6 +58,12 @@ class SampledTokens:
     raw_logprobs_B: Tensor  # at temperature 1
 
 
+def refuse_images(request: SampleRequest, sampler: str) -> None:
+    """Raise SamplerError on a prompt with pictures, for a sampler that reads none."""
+    if request.images:
+        raise SamplerError(f"the prompt has pictures, which {sampler} is not given: use engine.type = 'embedded'")
+
+
 def sample_rows(
     logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, *, spend: bool = False
 ) -> SampledTokens:

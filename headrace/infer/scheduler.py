@@ -20,7 +20,7 @@ from headrace.errors import SamplerError
 from headrace.infer.future_bridge import FutureBridge
 from headrace.infer.inbox import Inbox
 from headrace.infer.kv_slots import SequenceState
-from headrace.infer.model_runner import NO_ADAPTER, ForwardBatch, ModelRunner, tokens_of
+from headrace.infer.model_runner import NO_ADAPTER, ForwardBatch, ModelRunner
 from headrace.infer.multistep import (
     STEPS,
     STEPS_AHEAD,
@@ -294,7 +294,7 @@ class Scheduler:
     def _fill_chunks(self, batch: ForwardBatch) -> None:
         """Record that the chunks' tokens are cached."""
         for chunk, sequence in zip(batch.chunks, batch.chunk_sequences, strict=True):
-            self._slots.fill(chunk.row, tokens_of(chunk, sequence))
+            self._slots.fill(chunk.row, sequence.marked(chunk.offset, chunk.offset + chunk.length))
             self.counters.prefilled += chunk.length
             if self._slots.filled[chunk.row] == len(sequence.tokens) - 1:
                 self._kv.keep_state(chunk.row)
@@ -303,7 +303,8 @@ class Scheduler:
         self, row: int, sequence: SequenceState, tokens: list[int], logprobs: list[float], raw_logprobs: list[float]
     ) -> None:
         """Append newly sampled tokens, without those behind a stop string, and finish the sequence if it has ended."""
-        fed, count, stopped = sequence.tokens[-1:], len(tokens), False
+        length, count, stopped = len(sequence.tokens), len(tokens), False
+        fed = sequence.marked(length - 1, length)
         if not sequence.request.params.stop_strings:
             sequence.tokens += tokens
         else:

@@ -81,7 +81,7 @@ async def score_saved(
     Neighbouring lines of one group are scored together, so that few tokens are held at once. `needs_tokens` names a
     reward function that reads tokens; it is called at the first episode without tokens.
     """
-    scorer = _Scorer(runner, needs_tokens)
+    scorer = _Scorer(runner, needs_tokens, saved.file.parent)
     scored: ScoredGroups = {}
     for key, lines in groupby(_lines(saved.file, saved.step), key=_key):
         played = [line for line in lines if line.failed is None]
@@ -133,8 +133,8 @@ def _numbers(line: EpisodeRecord) -> EpisodeRecord:
 class _Scorer:
     """Scores episodes of a file; remembers whether a reward function reads tokens."""
 
-    def __init__(self, runner: GroupRewardRunner | None, needs_tokens: Callable[[], str | None]) -> None:
-        self._runner, self._needs_tokens = runner, needs_tokens
+    def __init__(self, runner: GroupRewardRunner | None, needs_tokens: Callable[[], str | None], folder: Path) -> None:
+        self._runner, self._needs_tokens, self._folder = runner, needs_tokens, folder
         self._checked_lean = False  # whether episodes without tokens may be scored
 
     async def score(self, lines: Sequence[EpisodeRecord]) -> list[ScoredEpisode | FailedEpisode]:
@@ -151,7 +151,7 @@ class _Scorer:
     def _for_functions(self, line: EpisodeRecord) -> Episode:
         """Return the episode for reward functions; raises RewardError if one needs tokens that were not saved."""
         if not line.lean:
-            episode = episode_of(line, f"episode {line.id}")
+            episode = episode_of(line, f"episode {line.id}", self._folder)
             return (episode.scored if isinstance(episode, CreditedEpisode) else episode).episode
         if not self._checked_lean:
             if function := self._needs_tokens():
@@ -160,7 +160,7 @@ class _Scorer:
                     "set rl.save.lean = false, or write the function for messages"
                 )
             self._checked_lean = True
-        return outline_of(line).episode
+        return outline_of(line, self._folder).episode
 
 
 def _outline(line: EpisodeRecord) -> ScoredEpisode:

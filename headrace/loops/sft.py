@@ -112,9 +112,13 @@ def render_batch(conversations: Sequence[Conversation], renderer: Renderer, *, m
 def _weighted(parts: Sequence[Rendered]) -> tuple[Datum, ...]:
     """Make data whose loss is the mean over trained tokens, by the weights of their messages if there are any."""
     if all(part.weights is None for part in parts):
-        return reweight([conversation_datum(part.tokens, part.trained) for part in parts], weighting="token_mean")
+        return reweight(
+            [conversation_datum(part.tokens, part.trained, images=part.images) for part in parts],
+            weighting="token_mean",
+        )
     weights = [part.trained.astype(np.float64) if part.weights is None else part.weights for part in parts]
     total = float(sum(array[1:].sum(dtype=np.float64) for array in weights))
     return tuple(
-        shift(part.tokens, {"weights": float_array(array / total)}) for part, array in zip(parts, weights, strict=True)
+        shift(part.tokens, {"weights": float_array(array / total)}, images=part.images)
+        for part, array in zip(parts, weights, strict=True)
     )

@@ -6,6 +6,7 @@
 - `device.py` chooses the device and dtype, and copies tensors to the device.
 - `attention.py` has the attention function and the KV cache that trainer and engine share.
 - `hybrid/` has the layers with a state in place of keys and values: delta nets and short convolutions.
+- `vision/` reads pictures and computes what the text half of a vision-language model is given of them.
 - `experts.py` has the routers and experts of mixtures, and the names of their tensors in files.
 - `head.py` computes log-probs of target tokens chunk by chunk; `value_head.py` has scalar heads.
 - `lora.py` has trainable LoRA layers; `multi_lora.py` applies many adapters in one batch, for sampling.

@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.errors import ModelError, boundary
 from headrace.model.supported import SUPPORTED
+from headrace.names import VISION_TYPES
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -18,7 +19,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 def check_model_folder(folder: Path, *, trust_remote_code: bool = False) -> None:
     """Raise ModelError if loading the model could do more than read safetensors and JSON of its folder."""
     config = _read_object(folder / "config.json")
-    if not trust_remote_code and "auto_map" in config and config.get("model_type") not in SUPPORTED:
+    if not trust_remote_code and "auto_map" in config and config.get("model_type") not in {*SUPPORTED, *VISION_TYPES}:
         raise ModelError(
             f"the model in {folder} needs Python code that it brings along (auto_map), which is not run: use another "
             "model, or set model.trust_remote_code = true if you trust its author as you trust your own code"

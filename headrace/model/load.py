@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Mxfp4Config
 from transformers.utils import logging as transformers_logging
 
 from headrace.algo.random import MULTIPLIERS, WEYL_INCREMENT
@@ -43,7 +43,20 @@ from headrace.model.hybrid.layers import prepare_hybrid
 from headrace.model.lora import ADAPTER, LoraLinear, merge_adapter
 from headrace.model.quantized import Quantization, choose_quantizer, package_config, quantize_model
 from headrace.model.supported import check_device, check_supported, context_of, decoder_layers, logit_settings
-from headrace.names import SMOLLM2, SMOLLM2_INSTALL, TEXT_HALVES
+from headrace.model.vision.kinds import (
+    VisionPart,
+    check_vision_type,
+    current_names,
+    is_vision,
+    loads_whole,
+    processor_template,
+    read_processor_files,
+    text_config,
+    text_model,
+    text_parameters,
+)
+from headrace.model.vision.tower import ImageRows
+from headrace.names import SMOLLM2, SMOLLM2_INSTALL, TEXT_HALVES, VISION_MODES
 from headrace.storage.adapter_files import describe_adapter, find_adapter
 from headrace.storage.hub import hub_name, model_files
 
@@ -68,6 +81,7 @@ class LanguageModel:
     tokenizer: Any
     eos_tokens: tuple[int, ...]
     source: str  # the path it was loaded from, for messages and adapter files
+    vision: VisionPart | None = None  # of a vision-language model that was loaded whole
 
     @property
     def device(self) -> torch.device:
@@ -88,19 +102,33 @@ class LanguageModel:
 
     @property
     def vocabulary(self) -> int:
-        return int(self.model.config.vocab_size)
+        return int(text_config(self.model.config).vocab_size)
 
     def hidden(
-        self, tokens_T: Tensor, positions_T: Tensor, attention: Context, *, embedded_TD: Tensor | None = None
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        attention: Context,
+        *,
+        embedded_TD: Tensor | None = None,
+        images: ImageRows | None = None,
     ) -> Tensor:
-        """Compute the last hidden states [T, D] of packed tokens, from their embeddings if the caller has them."""
+        """Compute the last hidden states [T, D] of packed tokens, from their embeddings if the caller has them.
+
+        Positions are [T], or [3, T] of types whose rotary positions have axes of time, height and width.
+        """
         inputs: dict[str, Any] = {"input_ids": tokens_T[None]}
-        if embedded_TD is not None:
+        if images is not None:
+            if embedded_TD is None:
+                embedded_TD = self.model.get_input_embeddings()(tokens_T)
+            inputs = {"inputs_embeds": images.embed(embedded_TD)[None], **images.deep_arguments(len(tokens_T))}
+        elif embedded_TD is not None:
             inputs = {"inputs_embeds": embedded_TD[None]}
         if tokens_T.is_cuda:  # the mask is never read; without one transformers reads the positions, which waits
             inputs["attention_mask"] = tokens_T.new_empty((1, 1, 1, 1), dtype=torch.bool)
+        position_ids = positions_T[None] if positions_T.ndim == 1 else positions_T[:, None]
         with routed(attention):
-            out = self.model.base_model(**inputs, position_ids=positions_T[None], attention=attention, use_cache=False)
+            out = text_model(self.model)(**inputs, position_ids=position_ids, attention=attention, use_cache=False)
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def head_weight(self) -> Tensor:
@@ -129,17 +157,21 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
+    vision: str | None = None,
 ) -> LanguageModel:
     """Load a model from a Hugging Face folder (safetensors only), or by its name: "smollm2-135m", "owner/name" of the
     hub. A PEFT adapter is merged into the base model that it names.
 
     Raises ModelError when it cannot be loaded. With `quantization` the model can score but not train.
+    `vision`, "frozen" or "train": a vision-language model is loaded with its vision tower, and any other refused;
+    without it only types whose text half has no type of its own are loaded whole, with a frozen tower.
     """
+    assert vision is None or vision in VISION_MODES
     if str(path) != SMOLLM2 and (found := find_adapter(str(path))) is not None:
         adapter = describe_adapter(found)
         if quantization is not None:
             raise ModelError(f"{path} is an adapter, and quantised weights cannot be merged with one: merge it first")
-        base = load_model(adapter.base, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        base = load_model(adapter.base, device=device, dtype=dtype, trust_remote_code=trust_remote_code, vision=vision)
         merge_adapter(base.model, adapter)
         tokenizer = base.tokenizer
         if has_tokenizer(found):
@@ -150,7 +182,12 @@ def load_model(
     check_model_folder(folder, trust_remote_code=trust_remote_code)
     with MODEL_CONSTRUCTION, boundary(ModelError, f"the model in {folder} cannot be loaded"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        is_half = config.model_type in TEXT_HALVES
+        if vision is not None:
+            check_vision_type(config.model_type, folder)
+        whole = loads_whole(config.model_type, vision)
+        is_half = config.model_type in TEXT_HALVES and not whole
+        if whole and quantization is not None:
+            raise ModelError(f"the vision-language model in {folder} cannot be quantised: load it in 16 bits or more")
         if is_half:
             tied = config.tie_word_embeddings or config.text_config.tie_word_embeddings
             config = config.text_config
@@ -166,13 +203,18 @@ def load_model(
         elif quantization is not None and quantizer != "plain":
             settings = package_config(quantizer, quantization.bits, device=place, dtype=dtype, config=config)
             by_package = {"quantization_config": settings, "device_map": {"": device}}
-        model = AutoModelForCausalLM.from_pretrained(
+        loader, attention = (
+            (AutoModelForImageTextToText, {"text_config": "eager", "vision_config": "sdpa"})
+            if whole
+            else (AutoModelForCausalLM, "eager")
+        )
+        model = loader.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
-            attn_implementation="eager",
+            attn_implementation=attention,
             **({"key_mapping": TEXT_NAMES} if renamed else {}),
             **by_package,
         )
@@ -184,9 +226,13 @@ def load_model(
         if is_half:
             check_text_half(model, folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        files = read_processor_files(folder) if whole else {}
+        if getattr(tokenizer, "chat_template", None) is None and (template := processor_template(files)) is not None:
+            tokenizer.chat_template = template
     # quantised before it is moved: the device may have no room for all of it
     num_plain = 0 if quantization is None else quantize_model(model, quantization.bits)
-    lm = prepare(own_storage(model if by_package else model.to(device)), tokenizer, source=str(path))
+    model = own_storage(model if by_package else model.to(device))
+    lm = prepare(model, tokenizer, source=str(path), vision=vision, processor_files=files)
     if quantization is not None:
         logger.info(
             "%s has %d-bit weights by %s, %d layers by plain torch", path, quantization.bits, quantizer, num_plain
@@ -240,21 +286,44 @@ def _text_name(name: str) -> str | None:
     return name if name.startswith("lm_head.") else None
 
 
-def prepare(model: Any, tokenizer: Any, *, source: str) -> LanguageModel:
-    """Check that a Hugging Face model is supported and switch it to eval mode and the shared attention function."""
+def prepare(
+    model: Any,
+    tokenizer: Any,
+    *,
+    source: str,
+    vision: str | None = None,
+    processor_files: Mapping[str, bytes] | None = None,
+) -> LanguageModel:
+    """Check that a Hugging Face model is supported and switch it to eval mode and the shared attention function.
+
+    The vision tower of a vision-language model keeps transformers' attention. Unless `vision` is "train" it is frozen.
+    """
     check_supported(model.config)
     check_device(model.config, next(model.parameters()).device.type)
     if getattr(getattr(model, "lm_head", None), "bias", None) is not None:
         raise ModelError("a bias on the output head is not supported")
     model.eval()
-    model.config._attn_implementation = ATTENTION
+    text_model(model).config._attn_implementation = ATTENTION
+    part = _prepare_vision(model, trained=vision == "train", files=processor_files or {})
     pack_linears(model)
     prepare_experts(model)
     prepare_hybrid(model)
     patch_cpu_layers(model)
     if next(model.parameters()).dtype == torch.float64:
         keep_float64(model)
-    return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=_eos_tokens(model, tokenizer), source=source)
+    ends = _eos_tokens(model, tokenizer)
+    return LanguageModel(model=model, tokenizer=tokenizer, eos_tokens=ends, source=source, vision=part)
+
+
+def _prepare_vision(model: Any, *, trained: bool, files: Mapping[str, bytes]) -> VisionPart | None:
+    """Freeze the vision tower of a vision-language model unless it is trained; return None for other models."""
+    if not is_vision(model.config):
+        return None
+    text = text_parameters(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained or name in text)
+    merge = int(getattr(model.config.vision_config, "spatial_merge_size", 1))
+    return VisionPart(model_type=model.config.model_type, merge=merge, processor_files=files)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -349,7 +418,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         weights.update(load_file(file))
-    return stack_experts(weights)
+    return stack_experts(current_names(weights))
 
 
 def copy_folder(folder: Path, model: Any, *, partial: bool = False) -> None:
@@ -465,7 +534,8 @@ def _splitmix64(sums: Tensor) -> Tensor:
 def shared_view(lm: LanguageModel) -> LanguageModel:
     """Copy the modules of a model over the same parameters and buffers: replacing a layer leaves the original alone."""
     tensors = [*lm.model.parameters(), *lm.model.buffers()]
-    memo = {id(tensor): tensor for tensor in tensors} | {id(lm.model.config): lm.model.config}
+    configs = {id(module.config): module.config for module in lm.model.modules() if hasattr(module, "config")}
+    memo = {id(tensor): tensor for tensor in tensors} | configs
     return replace(lm, model=copy.deepcopy(lm.model, memo))
 
 

@@ -25,11 +25,13 @@ from transformers.pytorch_utils import Conv1D
 
 from headrace.algo.random import derive_seed
 from headrace.errors import ModelError, boundary
+from headrace.model.vision.kinds import KINDS, is_vision, text_model
 from headrace.names import adapted_layers
 from headrace.storage.adapter_files import ADAPTER_WEIGHTS, AdapterDescription
 
 EXPERTS, ROUTER = "experts", "router"  # targets of adapters of a mixture
 MIXER_PROJECTIONS = ("in_proj", "q_proj", "k_proj", "v_proj", "o_proj")  # of Nemotron-H's blocks without experts
+TEXT_HALF_NAMES = {kind.decoder for kind in KINDS.values()}  # of modules of vision-language models
 BESIDE = "_lora"  # behind the name of a parameter: the module with its adapter
 ADAPTER: ContextVar["int | Tensor | None"] = ContextVar("headrace_adapter", default=0)
 
@@ -157,6 +159,10 @@ def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
     """
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
     layers = {name: layer for name, layer in layers.items() if not name.endswith("mixer.out_proj")}
+    if is_vision(getattr(model, "config", None)):  # adapters are for the text half
+        described: Any = model
+        inside = {id(layer) for layer in (*text_model(model).modules(), described.lm_head)}
+        layers = {name: layer for name, layer in layers.items() if id(layer) in inside}
     if not any(name.endswith(".experts") for name, _ in model.named_modules()):
         return layers
     return {name: layer for name, layer in layers.items() if not _is_beside_experts(name)}
@@ -399,11 +405,16 @@ def write_adapter(
         "bias": "none",
         "inference_mode": True,
         **({"fan_in_fan_out": True} if _transposed(layers) else {}),
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers if not name.endswith(BESIDE)}),
+        "target_modules": sorted({peft_target(name) for name in layers if not name.endswith(BESIDE)}),
     }
     if parameters := sorted({_short(name) for name in layers if name.endswith(BESIDE)}):
         config["target_parameters"] = parameters
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def peft_target(name: str) -> str:
+    """Return what names a layer to peft: its last name, or all of it where a vision tower may have a layer like it."""
+    return name if any(f".{half}." in name for half in TEXT_HALF_NAMES) else name.rsplit(".", 1)[-1]
 
 
 def _short(name: str) -> str:

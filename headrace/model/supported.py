@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.errors import ModelError
+from headrace.model.vision.kinds import is_vision, text_config, text_model
 
 SUPPORTED: Mapping[str, str] = {
     "llama": "Llama 2 and 3, SmolLM and SmolLM2, TinyLlama, Yi",
@@ -91,12 +92,14 @@ CAPPED_ATTENTION = ("gemma2",)  # types whose layers pass attn_logit_softcapping
 def check_supported(config: Any) -> None:
     """Raise ModelError unless a Hugging Face config describes a model that the shared attention function can run."""
     kind = getattr(config, "model_type", "unknown")
-    if kind not in SUPPORTED:
+    if is_vision(config):
+        config = text_config(config)
+    elif kind not in SUPPORTED:
         reason = REFUSED.get(kind, "has not been tested")
         raise ModelError(
             f"models of type '{kind}' are not supported: it {reason}. Supported types: {', '.join(sorted(SUPPORTED))}"
         )
-    applied = LOGIT_SETTINGS.get(kind, ())
+    applied = LOGIT_SETTINGS.get(getattr(config, "model_type", kind), ())
     if kind in CAPPED_ATTENTION:
         applied += ("attn_logit_softcapping",)
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -134,6 +137,7 @@ def check_device(config: Any, device: str) -> None:
 
 def logit_settings(config: Any) -> dict[str, float]:
     """Return the scale and the soft cap of a model's logits, where it has them, by the names of `head.LogitRule`."""
+    config = text_config(config)
     names = LOGIT_SETTINGS.get(getattr(config, "model_type", ""), ())
     settings = {name: value for name in names if (value := getattr(config, name, None)) is not None}
     rule: dict[str, float] = {}
@@ -153,6 +157,7 @@ def context_of(config: Any) -> int:
     `original_max_position_embeddings`, another beyond. A sequence that crossed it would have other keys than the ones
     it was sampled with, so it ends there. "dynamic" frequencies change beyond `max_position_embeddings` only.
     """
+    config = text_config(config)
     limits = [int(config.max_position_embeddings)]
     for rope in _rotary_settings(config):
         if rope.get("rope_type") == "longrope":
@@ -166,6 +171,7 @@ def cached_shapes(config: Any) -> list[tuple[int, int, int]]:
     Layers without attention have no heads. Keys and values that a layer expands from a latent one (DeepSeek) are cached
     as they are expanded.
     """
+    config = text_config(config)
     if getattr(config, "kv_lora_rank", None) is not None:
         keys = config.qk_nope_head_dim + config.qk_rope_head_dim
         return [(config.num_attention_heads, keys, config.v_head_dim)] * int(config.num_hidden_layers)
@@ -188,6 +194,7 @@ def shared_layers(config: Any) -> dict[int, int]:
 
     Of Gemma 4 that is the last layer of the same kind that has some.
     """
+    config = text_config(config)
     count = int(getattr(config, "num_kv_shared_layers", 0) or 0)
     first, kinds = config.num_hidden_layers - count, getattr(config, "layer_types", None) or ()
     return {
@@ -198,8 +205,8 @@ def shared_layers(config: Any) -> dict[int, int]:
 
 def decoder_layers(model: Any) -> Any:
     """Return a model's list of decoder layers, by whatever name it has them ("layers", GPT-2's "h")."""
-    count = int(model.config.num_hidden_layers)
-    lists = (child for child in model.base_model.children() if type(child).__name__ == "ModuleList")
+    count = int(text_config(model.config).num_hidden_layers)
+    lists = (child for child in text_model(model).children() if type(child).__name__ == "ModuleList")
     found = next((child for child in lists if len(child) == count), None)
     if found is None:
         raise ModelError(f"models of type '{model.config.model_type}' have no list of their {count} decoder layers")

@@ -20,6 +20,7 @@ from headrace.model.compute_thread import MODEL_CONSTRUCTION
 from headrace.model.folder_check import check_model_folder
 from headrace.model.load import LanguageModel, load_model, model_folder, own_storage, prepare
 from headrace.model.supported import check_supported
+from headrace.model.vision.kinds import text_config
 from headrace.storage.hub import hub_name
 
 
@@ -68,6 +69,11 @@ def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> L
     If the padding token also ends a turn, the saved model has no padding token: transformers reads the score at the
     last token that is not padding, which would be the one before the end.
     """
+    if lm.vision is not None:
+        raise ModelError(
+            f"models of type '{lm.vision.model_type}' get no scalar head: use a text model as critic or reward "
+            "model, or a value head on the policy's trunk"
+        )
     config = type(lm.model.config).from_dict(lm.model.config.to_dict())
     config.num_labels = 1
     if config.pad_token_id in lm.eos_tokens:
@@ -86,7 +92,7 @@ def with_scalar_head(lm: LanguageModel, *, trust_remote_code: bool = False) -> L
 def new_value_head(lm: LanguageModel) -> nn.Linear:
     """Make a scalar head of zeros for the width of `lm`; in host memory if the weights of `lm` have not been read."""
     device = torch.device("cpu") if lm.device.type == "meta" else lm.device
-    head = nn.Linear(lm.model.config.hidden_size, 1, bias=False, device=device, dtype=lm.dtype)
+    head = nn.Linear(text_config(lm.model.config).hidden_size, 1, bias=False, device=device, dtype=lm.dtype)
     nn.init.zeros_(head.weight)
     return head
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from headrace.algo.datum import step_positions
+from headrace.pictures import PICTURE_MARK, from_data_uri
 from headrace.types import Completion, EndReason, Episode, Message, Step, StopReason, Task, ToolCall, wire_message
 
 
@@ -68,7 +69,7 @@ def _messages_from(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]
     return tuple(
         Message(
             role=message["role"],
-            content=message["content"],
+            **_content_from(message["content"]),
             name=message.get("name"),
             tool_call_id=message.get("tool_call_id"),
             tool_calls=tuple(
@@ -78,6 +79,15 @@ def _messages_from(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]
         )
         for message in messages
     )
+
+
+def _content_from(content: str | Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the text of a message, with marks for its pictures, and the pictures."""
+    if isinstance(content, str):
+        return {"content": content}
+    pictures = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+    text = "".join(part["text"] if part["type"] == "text" else PICTURE_MARK for part in content)
+    return {"content": text, "images": tuple(map(from_data_uri, pictures))}
 
 
 def _step_from(step: Mapping[str, Any]) -> Step:

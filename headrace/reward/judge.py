@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headrace.errors import ConfigError, HeadraceError, Interrupted, RewardError, boundary
+from headrace.pictures import PICTURE_MARK
 from headrace.protocols import Sampler
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm
@@ -205,9 +206,13 @@ def verdict_mark(judge: JudgeSettings, code: str) -> str:
 
 
 def write_question(episodes: Sequence[Episode], judge: JudgeSettings, code: str) -> tuple[Message, ...]:
-    """Write the rubric, the ground truth if any, and the conversations as JSON, which no text of theirs can leave."""
+    """Write the rubric, the ground truth if any, and the conversations as JSON, which no text of theirs can leave.
+
+    Pictures are pictures of the question, where they stand in that JSON.
+    """
     truth = _truth(episodes[0])
-    conversations = [[wire_message(message) for message in episode.messages] for episode in episodes]
+    images = tuple(picture for episode in episodes for message in episode.messages for picture in message.images)
+    conversations = [[_marked(message, bool(images)) for message in episode.messages] for episode in episodes]
     many = judge.compare or judge.orders
     system = (
         f"You judge {'conversations' if many else 'a conversation'} by this rubric: {judge.rubric}\n"
@@ -216,8 +221,15 @@ def write_question(episodes: Sequence[Episode], judge: JudgeSettings, code: str)
         "and nothing else."
     )
     expected = "" if truth is None else f"Expected answer: {json.dumps(truth, ensure_ascii=False)}\n"
+    expected = expected.replace(PICTURE_MARK, "") if images else expected
     user = expected + json.dumps(conversations if many else conversations[0], ensure_ascii=False)
-    return Message(role="system", content=system), Message(role="user", content=user)
+    return Message(role="system", content=system), Message(role="user", content=user, images=images)
+
+
+def _marked(message: Message, has_pictures: bool) -> dict[str, Any]:
+    """Write a message with only the marks of its pictures, and no mark that stands for nothing."""
+    content = message.content if message.images or not has_pictures else message.content.replace(PICTURE_MARK, "")
+    return wire_message(replace(message, content=content, images=()))
 
 
 def _form(judge: JudgeSettings, count: int) -> str:
@@ -341,7 +353,8 @@ def ask_sampler(sampler: Sampler, renderer: Renderer, params: SamplingParams) ->
     """Ask a sampler; a reply that an update of its weights interrupts continues with the new weights."""
 
     async def ask(messages: Sequence[Message]) -> str:
-        request = SampleRequest(prompt=renderer.prompt(messages), params=params)
+        prompt = renderer.placed_prompt(messages)
+        request = SampleRequest(prompt=prompt.tokens, params=params, images=prompt.images)
         reply = await sampler.sample(request)
         while reply.stop is StopReason.INTERRUPTED:
             reply = await sampler.sample(replace(request, continue_from=reply))

@@ -280,7 +280,15 @@ def _final_state(row: Row) -> dict[str, Any]:
 
 def last_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the last assistant turn, stripped."""
-    return next((str(item["content"] or "").strip() for item in reversed(messages) if item["role"] == "assistant"), "")
+    return next((content_text(item).strip() for item in reversed(messages) if item["role"] == "assistant"), "")
+
+
+def content_text(message: Mapping[str, Any]) -> str:
+    """Return the text of a message; that of one with pictures is in parts."""
+    content = message["content"]
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part["type"] == "text")
+    return str(content or "")
 
 
 def answer_text(messages: Sequence[Mapping[str, Any]]) -> str:
@@ -321,7 +329,7 @@ def _call_trl(function: Callable[..., Any], rows: Sequence[Row], kwargs: Mapping
         name: [item.get(name) for item in arguments] for name in arguments[0] if name not in ("prompt", "completion")
     }
     texts = {
-        "prompts": ["\n".join(str(message["content"]) for message in item["prompt"]) for item in arguments],
+        "prompts": ["\n".join(map(content_text, item["prompt"])) for item in arguments],
         "completions": [item["text"] for item in arguments],
     }
     chats = {
@@ -359,7 +367,7 @@ def _verl_arguments(row: Row) -> dict[str, Any]:
     truth, of_model, info = values["ground_truth"], data.get("reward_model"), data.get("extra_info")
     if truth is None and isinstance(of_model, Mapping):
         truth = of_model.get("ground_truth")
-    turns = [str(message["content"] or "") for message in values["completion"]]
+    turns = [content_text(message) for message in values["completion"]]
     return {
         "data_source": data.get("data_source", ""),
         "solution_str": "\n".join(turns),

@@ -188,6 +188,7 @@ async def _take_turns(
                 state=observation.state,
                 reward=float(result.reward),
                 valid=result.valid,
+                images=turn.images,
             )
         )
         messages += [turn.reply, *result.observation.messages]

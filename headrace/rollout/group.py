@@ -242,11 +242,14 @@ async def _gather(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]
 
 
 def start_hash(episode: Episode) -> str:
-    """Hash an episode's start: its first state and prompt tokens, which contain messages and tools. An episode without
-    tokens, played by a remote model, is hashed by its messages before the first reply."""
+    """Hash an episode's start: its first state, pictures and prompt tokens, which contain messages and tools.
+
+    An episode without tokens, played by a remote model, is hashed by its messages before the first reply.
+    """
     first = episode.steps[0]
     opening = tuple(takewhile(lambda message: message.role != "assistant", episode.messages))
     content = first.prompt.tobytes() if len(first.prompt) else repr(opening).encode()
+    content += b"".join(placed.image.digest.encode() for placed in first.images)
     return hashlib.blake2b(repr(first.state).encode() + b"\0" + content, digest_size=16).hexdigest()
 
 

@@ -120,12 +120,15 @@ class NextVersionScorer:
     async def fill(self, episodes: Sequence[SampledSteps], *, version: int) -> list[tuple[Completion, ...]]:
         """Return the completions of every episode's steps, with the missing log-probs filled in.
 
-        Raises RolloutError if any call fails; then nothing is filled.
+        Raises RolloutError if any call fails; then nothing is filled. Sequences with pictures are not scored: `score`
+        takes tokens alone.
         """
         jobs: dict[float, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)  # by temperature: (episode, chain)
         for number, episode in enumerate(episodes):
             for chain in chains(episode.steps):
-                if any(missing_mask(episode.steps[index].completion, version=version).any() for index in chain):
+                if not episode.steps[chain[-1]].images and any(
+                    missing_mask(episode.steps[index].completion, version=version).any() for index in chain
+                ):
                     jobs[episode.temperature].append((number, chain))
         completions = [[step.completion for step in episode.steps] for episode in episodes]
         for temperature, chosen in sorted(jobs.items()):

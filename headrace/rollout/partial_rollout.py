@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from headrace.errors import EpisodeError, RolloutError, SamplerError
+from headrace.pictures import PlacedImage
 from headrace.process.watchdog import SAMPLER_REQUEST, noting
 from headrace.protocols import Sampler
 from headrace.rollout.group_json import from_json, to_json
@@ -54,6 +55,7 @@ class SampledTurn:
     temperature: float
     completion: Completion | None = None  # the tokens sampled so far
     ended: bool = False  # `completion` is complete
+    images: tuple[PlacedImage, ...] = ()  # of the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +230,10 @@ class PartialEpisode:
         if number == len(self.turns):
             self.turns.append(
                 SampledTurn(
-                    prompt=request.prompt, temperature=request.params.temperature, completion=request.continue_from
+                    prompt=request.prompt,
+                    temperature=request.params.temperature,
+                    completion=request.continue_from,
+                    images=request.images,
                 )
             )
         elif not np.array_equal(self.turns[number].prompt, request.prompt):
@@ -292,7 +297,11 @@ class PartialEpisode:
         return PartialState(
             turns=tuple(
                 SampledTurn(
-                    prompt=turn.prompt, temperature=turn.temperature, completion=turn.completion, ended=turn.ended
+                    prompt=turn.prompt,
+                    temperature=turn.temperature,
+                    completion=turn.completion,
+                    ended=turn.ended,
+                    images=turn.images,
                 )
                 for turn in self.turns
             ),
@@ -305,7 +314,7 @@ class PartialEpisode:
         """Return the sampled turns, complete or not, as steps without an outcome."""
         return SampledSteps(
             steps=tuple(
-                Step(prompt=turn.prompt, completion=turn.completion, action="")
+                Step(prompt=turn.prompt, completion=turn.completion, action="", images=turn.images)
                 for turn in self.turns
                 if turn.completion is not None
             ),

@@ -12,13 +12,14 @@ import numpy as np
 
 from headrace.algo.random import derive_seed
 from headrace.errors import EpisodeError, RolloutError
+from headrace.pictures import PlacedImage
 from headrace.protocols import Sampler
-from headrace.render import Renderer, Tools
+from headrace.render import PlacedTokens, Renderer, Tools
 from headrace.rollout.partial_rollout import PartialEpisode
 from headrace.tool_calls import (
     ToolForm,
     call_problem,
-    extended_prompt,
+    extended_placed_prompt,
     find_form,
     how_to_call,
     is_object,
@@ -48,6 +49,7 @@ class PolicyTurn:
     completion: Completion  # what it sampled
     action: Action  # the same for the environment
     reply: Message  # the same for the transcript
+    images: tuple[PlacedImage, ...] = ()  # of the prompt
 
 
 class Policy(Protocol):
@@ -80,7 +82,7 @@ class SampledPolicy:
         self._rendered: tuple[Message, ...] = ()  # as they stand in the prompt
         self._tools: Tools = ()
         self._form: ToolForm | None = None
-        self._prompt = int_array([])
+        self._prompt = PlacedTokens(tokens=int_array([]))
         self._last: PolicyTurn | None = None
         self._num_turns = 0
 
@@ -89,22 +91,23 @@ class SampledPolicy:
         are tools and the chat template shows none."""
         self._messages = list(messages)
         self._render_prompt(tools)
-        if len(self._prompt) >= self._max_tokens:
+        if len(self._prompt.tokens) >= self._max_tokens:
             raise EpisodeError(
-                f"the prompt has {len(self._prompt)} tokens and an episode may have {self._max_tokens}; "
+                f"the prompt has {len(self._prompt.tokens)} tokens and an episode may have {self._max_tokens}; "
                 "raise max_episode_tokens or leave the task out"
             )
 
     async def act(self) -> PolicyTurn:
         """Sample the next turn and parse the tool calls in it."""
-        room = min(self._sampling.max_tokens, self._max_tokens - len(self._prompt))
+        room = min(self._sampling.max_tokens, self._max_tokens - len(self._prompt.tokens))
         params = replace(self._sampling, max_tokens=room, seed=derive_seed(self._seed, self._num_turns))
-        request = SampleRequest(prompt=self._prompt, params=params)
+        prompt, images = self._prompt.tokens, self._prompt.images
+        request = SampleRequest(prompt=prompt, params=params, images=images)
         completion = await self._partial_episode.sample(self._sampler, request)
         action = await self._parse(completion.tokens)
         reply = Message(role="assistant", content=action.content, tool_calls=action.calls)
         self._num_turns += 1
-        self._last = PolicyTurn(prompt=self._prompt, completion=completion, action=action, reply=reply)
+        self._last = PolicyTurn(prompt=prompt, completion=completion, action=action, reply=reply, images=images)
         return self._last
 
     def observe(self, new: Sequence[Message], tools: Tools) -> bool:
@@ -117,18 +120,19 @@ class SampledPolicy:
             tokens = int_array(np.concatenate([last.prompt, last.completion.tokens]))
             sampled = Message(role="assistant", content=last.action.text)
             ways = (sampled, last.reply) if last.reply != sampled else (sampled,)
-            extended = extended_prompt(self._renderer, tokens, self._rendered, ways, new, tools or None)
+            so_far = PlacedTokens(tokens=tokens, images=last.images)
+            extended = extended_placed_prompt(self._renderer, so_far, self._rendered, ways, new, tools or None)
         if extended is None:
             self._render_prompt(tools)
         else:
             self._prompt, self._rendered = extended
-        return len(self._prompt) < self._max_tokens
+        return len(self._prompt.tokens) < self._max_tokens
 
     def _render_prompt(self, tools: Tools) -> None:
         """Render the whole conversation; the tokens so far are not continued."""
-        prompt = self._renderer.prompt(self._messages, tools or None)
+        prompt = self._renderer.placed_prompt(self._messages, tools or None)
         if tools and tuple(tools) != tuple(self._tools):
-            if np.array_equal(prompt, self._renderer.prompt(self._messages)):
+            if np.array_equal(prompt.tokens, self._renderer.prompt(self._messages)):
                 raise RolloutError(  # true of every episode, so the run ends before anything is sampled
                     "the environment offers tools and this model's chat template shows none: take a model whose "
                     "template does, set 'model.chat_template' to one, or take an environment that is played in words"

@@ -36,6 +36,7 @@ from headrace.service.telemetry import Telemetry
 from headrace.service.training.model_creation import ModelCreation
 from headrace.service.training.training_queue import TrainingQueue
 from headrace.service.training.training_requests import TrainingRequests
+from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks
 
 logger = logging.getLogger(__name__)
 RECENT_S = 60.0  # for which outcomes stay in memory
@@ -61,6 +62,7 @@ class Service:
         telemetry: Telemetry | None = None,
         references: Mapping[str, Score] | None = None,
         rewards: Mapping[str, RewardRule] | None = None,
+        images: ImageChunks = TEXT_ONLY,
     ) -> None:
         limits = limits or Limits()
         self.card, self.limits = card, limits
@@ -95,6 +97,7 @@ class Service:
             max_resident=limits.resident_models,
             full_save_steps=limits.full_save_steps,
             telemetry=self.telemetry,
+            images=images,
         )
         self.evaluator = Evaluator(
             host,
@@ -119,13 +122,19 @@ class Service:
         )
         admission = RequestAdmission(self.requests, open_requests=limits.open_requests)
         self.training = TrainingRequests(
-            self.registry, self.requests, self.sessions, self.trainer, admission, body_bytes=limits.body_bytes
+            self.registry,
+            self.requests,
+            self.sessions,
+            self.trainer,
+            admission,
+            body_bytes=limits.body_bytes,
+            images=images,
         )
         self.models = ModelCreation(
             card, self.registry, self.sessions, self.trainer, self.training, max_rank=limits.max_rank
         )
         self.sampling_requests = SamplingRequests(
-            card, self.registry, self.requests, self.sessions, self.sampling, admission
+            card, self.registry, self.requests, self.sessions, self.sampling, admission, images=images
         )
         self.polling = Polling(self.registry, journal, self.requests, self.trainer, self.sampling, poll_s=limits.poll_s)
 

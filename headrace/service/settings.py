@@ -76,6 +76,8 @@ class ServedModel:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     seed: int = 0
+    # load the vision tower of a model whose text half would be loaded alone, so that image chunks are taken
+    vision: Literal["frozen"] | None = None
     full: bool = False  # a client may train all parameters, one at a time, by asking for rank 0
 
 

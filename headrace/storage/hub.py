@@ -34,6 +34,9 @@ _SMALL = (
     "merges.txt",
     "*.model",
     "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 _WEIGHTS = (
     "model.safetensors",

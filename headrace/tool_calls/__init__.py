@@ -13,6 +13,7 @@ from headrace.tool_calls.json_calls import is_object
 from headrace.tool_calls.reply import (
     ParsedReply,
     call_problem,
+    extended_placed_prompt,
     extended_prompt,
     how_to_call,
     parse_reply,
@@ -25,6 +26,7 @@ __all__ = [
     "ParsedReply",
     "ToolForm",
     "call_problem",
+    "extended_placed_prompt",
     "extended_prompt",
     "find_form",
     "how_to_call",

@@ -12,7 +12,7 @@ from typing import Any
 
 from headrace.algo.random import derive_seed
 from headrace.errors import DataError, EpisodeError
-from headrace.render import Renderer, Tools
+from headrace.render import PlacedTokens, Renderer, Tools
 from headrace.tool_calls.channels import parse_channels
 from headrace.tool_calls.forms import PARSERS, WRITTEN, ToolForm
 from headrace.tool_calls.json_calls import PYTHON_TAG, parse_bare
@@ -119,10 +119,23 @@ def extended_prompt(
     text as it was sampled, and its calls as the template writes them. Returns None if no way renders to
     `tokens_so_far`.
     """
+    extended = extended_placed_prompt(renderer, PlacedTokens(tokens=tokens_so_far), history, replies, new, tools)
+    return None if extended is None else (extended[0].tokens, extended[1])
+
+
+def extended_placed_prompt(
+    renderer: Renderer,
+    so_far: PlacedTokens,
+    history: Sequence[Message],
+    replies: Sequence[Message],
+    new: Sequence[Message],
+    tools: Tools | None,
+) -> tuple[PlacedTokens, tuple[Message, ...]] | None:
+    """Extend as `extended_prompt`, with the pictures so far and the new ones."""
     for reply in replies:
         before = (*history, reply)
         try:
-            prompt = renderer.continue_prompt(tokens_so_far, before, new, tools)
+            prompt = renderer.placed_continuation(so_far, before, new, tools)
         except DataError:  # a template may insist on calls before their results
             continue
         if prompt is not None:

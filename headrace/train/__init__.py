@@ -2,6 +2,7 @@
 
 - `torch_backend.py` implements the training verbs: forward, forward_backward, optim_step, save, load, export.
 - `batch.py` binds a request's loss and checks its data; `micro_batch.py` computes losses and gradients.
+- `image_inputs.py` gives the images of a micro-batch to the model.
 - `optimizer.py` is AdamW with float32 masters; `cuda_adam.py` has its CUDA kernels.
 - `offload.py` moves its state to host memory and back.
 - `schedule.py` computes the learning rate of a step.

@@ -16,6 +16,7 @@ from headrace.model.load import LanguageModel
 from headrace.model.lora import ADAPTER
 from headrace.model.value_head import has_scalar_head, scalars
 from headrace.train.batch import packed_targets
+from headrace.train.image_inputs import ImageInputs, check_images, packed_image_parts, packed_positions
 from headrace.types import Datum, FloatArray, IntArray, float_array, int_array
 
 Rows = npt.NDArray[np.intp]
@@ -31,12 +32,14 @@ class FrozenScorer:
         self.lm = lm
         self._micro_batch_tokens = micro_batch_tokens
         self._adapter = None if base_only else 0
+        self._images = ImageInputs(lm)
 
     def score(self, data: Sequence[Datum]) -> tuple[FloatArray, ...]:
         """Return one number for each position that has a weight, and 0 for others.
 
         The number is the target's log-prob at the datum's temperature, or the output of the scalar head.
         """
+        check_images(self.lm, data)
         out: list[FloatArray] = [float_array(np.zeros(datum.num_tokens)) for datum in data]
         token = ADAPTER.set(self._adapter)
         try:
@@ -53,6 +56,7 @@ class FrozenScorer:
     def top_tokens(self, data: Sequence[Datum], count: int) -> list[tuple[IntArray, FloatArray]]:
         """Return the `count` likeliest next tokens [T, K] of each datum's positions that have a weight, the likeliest
         first, and their log-probs at the datum's temperature; token 0 and 0.0 at other positions."""
+        check_images(self.lm, data)
         count = min(count, self.lm.vocabulary)
         tokens = [np.zeros((datum.num_tokens, count), dtype=np.int32) for datum in data]
         logprobs = [np.zeros((datum.num_tokens, count), dtype=np.float32) for datum in data]
@@ -72,14 +76,22 @@ class FrozenScorer:
             ADAPTER.reset(token)
         return [(int_array(of), float_array(values)) for of, values in zip(tokens, logprobs, strict=True)]
 
+    def _hidden(self, batch: Sequence[Datum]) -> torch.Tensor:
+        """Compute the last hidden states of data laid end to end."""
+        device, lengths = self.lm.device, tuple(datum.num_tokens for datum in batch)
+        place = int_array(np.arange(sum(lengths)))
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        positions_T = torch.from_numpy(packed_positions(self.lm, batch, place, positions).astype(np.int64)).to(device)
+        tokens_T = torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long().to(device)
+        images = self._images.rows(packed_image_parts(batch, place), want_gradient=False)
+        return self.lm.hidden(tokens_T, positions_T, Packed(lengths), images=images)
+
     @torch.no_grad()
     def _top_of_micro_batch(self, batch: Sequence[Datum], count: int) -> tuple[Rows, IntArray, FloatArray]:
         """Return the rows of the packed tokens that have a weight, and their likeliest tokens with log-probs."""
-        device, lengths = self.lm.device, tuple(datum.num_tokens for datum in batch)
+        device = self.lm.device
         rows = np.flatnonzero(np.concatenate([datum.arrays["weights"] for datum in batch]))
-        tokens_T = torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long().to(device)
-        positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
-        hidden_RD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))[torch.from_numpy(rows).to(device)]
+        hidden_RD = self._hidden(batch)[torch.from_numpy(rows).to(device)]
         heat = np.concatenate([np.full(datum.num_tokens, datum.temperature) for datum in batch])[rows]
         top, values = [], []
         chunk = head.default_chunk(device)
@@ -100,9 +112,7 @@ class FrozenScorer:
         rows_R = torch.from_numpy(np.flatnonzero(np.concatenate([datum.arrays["weights"] for datum in batch])))
         scores_T = np.zeros(sum(lengths), dtype=np.float32)
         if len(rows_R):
-            tokens_T = torch.from_numpy(np.concatenate([datum.inputs for datum in batch])).long().to(device)
-            positions_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
-            hidden_RD = self.lm.hidden(tokens_T, positions_T, Packed(lengths))[rows_R.to(device)]
+            hidden_RD = self._hidden(batch)[rows_R.to(device)]
             real = torch.float64 if hidden_RD.dtype == torch.float64 else torch.float32
             if has_scalar_head(self.lm):
                 values_R = scalars(self.lm.model.score, hidden_RD)

@@ -22,8 +22,11 @@ from headrace.model.device import to_device, wide
 from headrace.model.experts import ExpertTally, Routing, check_auxiliary_loss, num_experts, routing_shape
 from headrace.model.load import LanguageModel
 from headrace.model.value_head import scalars
+from headrace.model.vision.tower import RowsOfImage
+from headrace.pictures import image_marks
 from headrace.process.watchdog import beat
 from headrace.train.batch import BoundLoss, call_loss, concat_arrays, packed_targets
+from headrace.train.image_inputs import ImageInputs, packed_image_parts, packed_positions, packed_tokens
 from headrace.train.optimizer import MasterAdamW
 from headrace.types import Datum, FloatArray, float_array
 
@@ -70,11 +73,12 @@ class PackedBatch:
     """A micro-batch laid out on the device."""
 
     tokens_T: Tensor
-    positions_T: Tensor
+    positions_T: Tensor  # or [3, T]
     context: Context
     rows_R: Tensor  # tokens of the data laid end to end that are rows of the head; on the CPU
     places_R: Tensor  # of the rows among the packed tokens
     arrays: Mapping[str, Tensor]  # of the data laid end to end; on the CPU
+    images: Sequence[RowsOfImage] = ()  # among the packed tokens
 
 
 class MicroBatchRunner:
@@ -92,6 +96,7 @@ class MicroBatchRunner:
         router_aux_loss: float = 0.0,  # of a mixture: how much its auxiliary loss counts, where a gradient is wanted
     ) -> None:
         self.lm, self._optimizer = lm, optimizer
+        self.images = ImageInputs(lm)
         self._chunk_tokens, self._score_everything = chunk_tokens, score_everything
         self._scalar_head, self._value_head = scalar_head, value_head
         self._routing = routing_shape(lm.model)
@@ -138,7 +143,8 @@ class MicroBatchRunner:
                 continue
             if (load := self._load_of(packed)) is None:
                 with torch.no_grad():
-                    self.lm.hidden(packed.tokens_T, packed.positions_T, packed.context)
+                    images = self.images.rows(packed.images, want_gradient=False)
+                    self.lm.hidden(packed.tokens_T, packed.positions_T, packed.context, images=images)
                 load = self._load_of(packed)
             assert load is not None
             total = load if total is None else total.merge(load)
@@ -180,20 +186,24 @@ class MicroBatchRunner:
             return None
         shares = device.type in ("cpu", "cuda")  # devices on which sharing has been compared with single sequences
         layout = build_prefix_tree(
-            [datum.inputs for datum in batch], shortest=WORTH_SHARING if shares else self.lm.context + 1
+            [image_marks(datum.inputs, datum.images) for datum in batch],
+            shortest=WORTH_SHARING if shares else self.lm.context + 1,
         )
+        tokens, positions = packed_tokens(batch, layout), layout.positions
+        positions = packed_positions(self.lm, batch, layout.place, positions)
         context = make_packed(layout.lengths, device, layout.parents)
         if self._routing is not None:
             uses_T = self._uses(batch, layout, weighted) if self._aux else None
             routing = Routing(recorded=self._recorded_experts(batch, layout), uses_T=uses_T)
             context = replace(context, routing=routing)
         return PackedBatch(
-            tokens_T=to_device(torch.tensor(layout.tokens, dtype=torch.long), device),
-            positions_T=to_device(torch.tensor(layout.positions, dtype=torch.long), device),
+            tokens_T=to_device(torch.tensor(tokens, dtype=torch.long), device),
+            positions_T=to_device(torch.tensor(positions, dtype=torch.long), device),
             context=context,
             rows_R=rows_R,
             places_R=to_device(torch.tensor(layout.place, dtype=torch.long)[rows_R], device),
             arrays=arrays,
+            images=packed_image_parts(batch, layout.place),
         )
 
     def _uses(self, batch: Sequence[Datum], layout: PrefixTree, weighted: Tensor) -> Tensor:
@@ -230,7 +240,10 @@ class MicroBatchRunner:
         want_gradient: bool,
     ) -> tuple[MicroBatchOutput, Seeds]:
         """Compute the loss, and return what its backward pass starts from."""
-        hidden_TD = self.lm.hidden(packed.tokens_T, packed.positions_T, packed.context, embedded_TD=embedded_TD)
+        images = self.images.rows(packed.images, want_gradient=want_gradient)
+        hidden_TD = self.lm.hidden(
+            packed.tokens_T, packed.positions_T, packed.context, embedded_TD=embedded_TD, images=images
+        )
         return self.loss_of(hidden_TD, packed, batch, loss, want_gradient=want_gradient)
 
     def loss_of(

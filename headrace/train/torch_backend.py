@@ -23,7 +23,9 @@ from headrace.model.device import choose_device, choose_dtype
 from headrace.model.load import LanguageModel, fingerprint, load_model, recompute_layers
 from headrace.model.lora import add_lora
 from headrace.model.value_head import has_scalar_head
+from headrace.pictures import image_marks
 from headrace.train.batch import bind_loss, check_data, check_head
+from headrace.train.image_inputs import check_images
 from headrace.train.micro_batch import MicroBatchRows, MicroBatchRunner
 from headrace.train.optimizer import MasterAdamW
 from headrace.train.state_writer import StateWriter
@@ -257,6 +259,7 @@ class TorchBackend:
             if self._keep_earlier and not (np.isfinite(out.loss) and np.isfinite(self._optimizer.norm())):
                 raise BackendError(explain_non_finite(out, self._optimizer.masters.values()))
         except BaseException:  # also KeyboardInterrupt: half a gradient is worse than none
+            self._micro_batches.images.drop_gradients()
             self._optimizer.discard()
             self._optimizer.gradients, self._has_gradient = earlier, bool(earlier)
             raise
@@ -267,11 +270,12 @@ class TorchBackend:
         loss = bind_loss(spec)
         check_head(loss, policy=not has_scalar_head(self.lm), scalar=self._has_scalar)
         check_data(data, loss, vocabulary=self.lm.vocabulary, context=self.lm.context)
+        check_images(self.lm, data)
         batches = pack(
             [datum.num_tokens for datum in data],
             [datum.unit for datum in data],
             budget=self._micro_batch_tokens,
-            beginnings=[datum.inputs[:WORTH_SHARING].tobytes() for datum in data],
+            beginnings=[image_marks(datum.inputs, datum.images)[:WORTH_SHARING].tobytes() for datum in data],
         )
         logprobs: list[FloatArray] = [float_array(np.full(datum.targets.shape, np.nan)) for datum in data]
         queued: list[tuple[tuple[int, ...], MicroBatchRows]] = []
@@ -286,6 +290,8 @@ class TorchBackend:
                 rows = self._micro_batches.run(batch, loss, want_gradient=want_gradient, load=load)
             if rows is not None:
                 queued.append((indices, rows))
+        if want_gradient and self._micro_batches.images.backward():
+            self._optimizer.collect()
         total, metrics = 0.0, dict[str, Metric]()
         for indices, rows in queued:  # nothing is read from the device before everything is queued on it
             total += rows.output.total()
@@ -299,6 +305,7 @@ class TorchBackend:
         if isinstance(update, ScaleUpdate):
             if not self._optimizer.scale_update(update.share):
                 raise BackendError("there is no update to scale back: make one with Adam(reversible=True)")
+            self._micro_batches.images.weights_changed()
             return UpdateOut(grad_norm=0.0, updated=True, num_updates=self._num_updates)
         if isinstance(update, DiscardGradient):
             self._optimizer.discard()
@@ -317,6 +324,7 @@ class TorchBackend:
                 self._optimizer.discard()
                 return UpdateOut(grad_norm=norm, updated=False, num_updates=self._num_updates)
             self._optimizer.update(update, norm=norm)
+            self._micro_batches.images.weights_changed()
         except BaseException:  # out of memory, say: the next update must not be made of this gradient too
             self._optimizer.discard()
             raise
@@ -333,6 +341,7 @@ class TorchBackend:
     def _restore(self, state: TrainedState) -> None:
         restore_state(self._optimizer, state)
         self._num_updates, self._has_gradient = state.num_updates, False
+        self._micro_batches.images.clear()
 
     def _export(self) -> WeightsHandle:
         return SharedWeights(fingerprint=fingerprint(self.lm.model.named_parameters()))

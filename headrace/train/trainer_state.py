@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace.errors import BackendError
 from headrace.model.load import LanguageModel, fingerprint, read_weights, smollm2_folder
 from headrace.model.lora import LoraLinear, lora_layers, merged_state_dict, rank_of, write_adapter
+from headrace.model.vision.kinds import write_processor_files
 from headrace.names import SMOLLM2
 from headrace.storage.hub import HubName, hub_name
 from headrace.train.optimizer import HALF, MasterAdamW, copy_to
@@ -127,6 +128,7 @@ def write_copy(folder: Path, lm: LanguageModel, state: StateCopy) -> None:
     if state.value_head is not None:
         save_file({VALUE_HEAD: state.value_head}, folder / VALUE_HEAD_FILE)
     lm.tokenizer.save_pretrained(folder)
+    write_processor_files(folder, lm.vision)
     save_file(dict(state.moments) or {"empty": torch.zeros(1)}, folder / OPTIMIZER_FILE)
     written = {"num_updates": state.num_updates, "lora": bool(state.adapters), "frozen": state.frozen}
     (folder / STATE_FILE).write_text(json.dumps(written) + "\n")

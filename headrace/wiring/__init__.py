@@ -8,6 +8,7 @@ A run, in the order of what happens:
 - `changed_config` decides which keys a resumed run may change.
 - `hub_commits` pins what is on the Hugging Face hub to commits, and fetches its models.
 - `preflight` loads the data and functions of all stages once, as `inputs`; `input_files` tells if they changed.
+- `picture_reader` reads pictures with the model's processor.
 - `epochs` turns epochs into steps.
 - `stage_context` opens what a stage needs; `runtime/` trains and samples its model.
 - `stages` runs the loops; `build/` makes their parts from sections of the configuration.

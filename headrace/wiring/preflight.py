@@ -44,17 +44,21 @@ from headrace.wiring.inputs import (
     RunInputs,
     SftInputs,
 )
+from headrace.wiring.picture_reader import OnDemandReader, picture_conversation
 from headrace.wiring.resume import ResumePlan
 from headrace.wiring.runtime.engine_replicas import replica_gpus
 
 logger = logging.getLogger(__name__)
 
 
-def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInputs:
-    """Load everything that the stages with steps left train on; `tokens` measures prompts.
+def preflight(
+    config: Config, plan: ResumePlan, tokens: TokenizerOnly, pictures: OnDemandReader | None = None
+) -> RunInputs:
+    """Load everything that the stages with steps left train on; `tokens` measures prompts, and `pictures` reads theirs.
 
-    Raises ConfigError or DataError that names what cannot work. Functions that objects of a stage are built from later
-    (filters, environments, programs) are imported now too, so that their failures show before training.
+    Raises ConfigError, DataError, or ModelError for pictures that the model cannot read. Functions that objects of a
+    stage are built from later (filters, environments, programs) are imported now too, so that their failures show
+    before training.
     """
     if config.cluster.address:
         check_installed()
@@ -72,7 +76,9 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
     if evaluates and config.eval.source is not None:
         make_env_of(config.eval.source)
     rl = None
-    renderer = Renderer(tokens.tokenizer, tokens.eos_tokens, config.model.template_options)
+    if config.model.vision is not None and pictures is not None:
+        _ = pictures.loaded
+    renderer = Renderer(tokens.tokenizer, tokens.eos_tokens, config.model.template_options, pictures)
     if rl_config is not None and functions is not None:
         rl = RlInputs(functions=functions, tasks=training_tasks(rl_config, renderer, held_out))
         check_reward_data(rl_config, (*(task for tasks in rl.tasks for task in tasks), *held_out))
@@ -86,7 +92,10 @@ def preflight(config: Config, plan: ResumePlan, tokens: TokenizerOnly) -> RunInp
         warn_of_cuts(loaded, renderer, sft_config.max_tokens)
     dpo = None if dpo_config is None else _load_preferences(dpo_config, renderer)
     distill = None if distill_config is None else _load_taught_tasks(distill_config, renderer, held_out)
-    return RunInputs(sft=sft, distill=distill, dpo=dpo, reward_model=pairs, rl=rl, held_out_tasks=held_out)
+    inputs = RunInputs(sft=sft, distill=distill, dpo=dpo, reward_model=pairs, rl=rl, held_out_tasks=held_out)
+    if (shown := picture_conversation(inputs)) is not None:
+        renderer.prompt(shown)
+    return inputs
 
 
 def check_resumed_files(

@@ -8,10 +8,13 @@ from hypothesis import given
 from hypothesis.strategies import booleans, composite, integers, lists, sampled_from
 
 from headrace.algo.datum import SequenceUnit, conversation_datum, shift, split_samples, to_data
+from headrace.errors import DataError
+from headrace.pictures import PICTURE_MARK, ModelImage, Picture, PlacedImage
 from headrace.types import (
     Completion,
     CreditedEpisode,
     Episode,
+    Message,
     Reward,
     ScoredEpisode,
     Step,
@@ -104,6 +107,35 @@ def test_a_rewritten_history_starts_a_new_datum() -> None:
     assert second.arrays["weights"].tolist() == [0, 0, 0, 1, 0, 1]
     assert second.arrays["advantages"].tolist() == [0, 0, 0, 2, 0, 3]
     assert second.arrays["sampler_logprobs"].tolist() == [0, 0, 0, -1, 0, -2]
+
+
+def placed(digest: str, first: int) -> PlacedImage:
+    image = ModelImage(digest=digest, pixels=np.zeros((2, 1), dtype=np.float32), grid=(1, 1, 2), num_tokens=2)
+    return PlacedImage(image=image, at=np.arange(first, first + 2, dtype=np.int32))
+
+
+@pytest.mark.parametrize(("second", "data"), [("a", 1), ("b", 2)])
+def test_a_prompt_continues_only_with_the_same_pictures(second: str, data: int) -> None:
+    """The tokens are those of one sequence; a picture of the first prompt is another one in the second."""
+    steps = [
+        replace(step([7, 9, 9], [4], [-0.1], [0]), images=(placed("a", 1),)),
+        replace(step([7, 9, 9, 4, 9, 9, 5], [6], [-0.2], [0]), images=(placed(second, 1), placed("c", 4))),
+    ]
+    made = to_data([credited(steps, [1.0, 2.0])])
+    assert len(made) == data
+    assert [one.image.digest for one in made[-1].images] == [second, "c"]
+    assert [one.at.tolist() for one in made[-1].images] == [[1, 2], [4, 5]]
+    if data == 2:
+        assert made[0].images == steps[0].images
+
+
+def test_an_episode_whose_pictures_were_not_kept_is_not_trained_on() -> None:
+    """Nothing is trained on a blank."""
+    message = Message(role="user", content=PICTURE_MARK, images=(Picture(data=b"x"),))
+    one = credited([step([7, 9, 9], [4], [-0.1], [0])], [1.0])
+    episode = replace(one.scored.episode, messages=(message,))
+    with pytest.raises(DataError, match="sample it again"):
+        to_data([replace(one, scored=replace(one.scored, episode=episode))])
 
 
 def test_rows_of_steps_repeat_the_past_without_training_it_again() -> None:

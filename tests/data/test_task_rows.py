@@ -114,7 +114,7 @@ BAD_ROWS: list[tuple[Any, str]] = [
     ({"messages": []}, "must be a text or a list of messages"),
     ({"messages": ["go"]}, "an object with role and content .*, this is 'go'"),
     ({"messages": [{"role": "user", "content": 1}]}, "content of a user message must be a text, this is 1"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text parts"),
+    ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "only parts of type text, image"),
     ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "a function with a name"),
     ({"messages": [{"role": "assistant", "content": "x"}]}, "ends with the assistant's turn"),
     ([1, 2], "a row must be a JSON object, this is a list"),

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 import pytest
 
 from headrace.errors import ConfigError, RewardError
+from headrace.render import PlacedTokens
 from headrace.reward.judge import (
     Ask,
     JudgeSettings,
@@ -313,9 +314,9 @@ class Interrupting:
 
 
 class Words:
-    def prompt(self, messages: Sequence[Message]) -> object:
+    def placed_prompt(self, messages: Sequence[Message]) -> PlacedTokens:
         [self.code] = CODE.findall(messages[0].content)
-        return int_array([len(messages)])
+        return PlacedTokens(tokens=int_array([len(messages)]))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return {1: "SCO", 2: f"SCORE {self.code}: 10"}[len(tokens)]

@@ -13,7 +13,7 @@ from headrace.algo.random import derive_seed
 from headrace.errors import RewardError
 from headrace.model.tiny import END_ID
 from headrace.protocols import Env
-from headrace.render import Renderer
+from headrace.render import PlacedTokens, Renderer
 from headrace.rollout import episode as episode_module
 from headrace.rollout.episode import run_sampled_episode
 from headrace.rollout.group import GroupPlayer
@@ -23,7 +23,6 @@ from headrace.types import (
     Episode,
     FailedEpisode,
     Group,
-    IntArray,
     Message,
     Observation,
     SampleRequest,
@@ -127,17 +126,17 @@ async def test_the_tasks_own_messages_come_first() -> None:
 class ForgetfulRenderer(Renderer):
     """As if the template dropped earlier turns from the history: nothing can be extended."""
 
-    def continue_prompt(
+    def placed_continuation(
         self,
-        tokens_so_far: IntArray,
+        so_far: PlacedTokens,
         messages_before: Sequence[Message],
         new_messages: Sequence[Message],
         tools: object = None,
-    ) -> IntArray | None:
+    ) -> PlacedTokens | None:
         return None
 
-    def prompt(self, messages: Sequence[Message], tools: object = None) -> IntArray:
-        return super().prompt(messages[-1:])
+    def placed_prompt(self, messages: Sequence[Message], tools: object = None) -> PlacedTokens:
+        return super().placed_prompt(messages[-1:])
 
 
 async def test_where_the_template_cannot_extend_a_turn_starts_from_its_own_prompt() -> None:

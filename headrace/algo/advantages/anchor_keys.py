@@ -89,7 +89,11 @@ def _tagged(value: Any) -> Any:
 def _hash_of_messages(messages: Sequence[Message]) -> str | None:
     if not messages:
         return None
-    return f"#{_digest(json.dumps([[message.role, message.name, message.content] for message in messages]))}"
+    seen = [
+        [message.role, message.name, message.content, *(picture.digest for picture in message.images)]
+        for message in messages
+    ]
+    return f"#{_digest(json.dumps(seen))}"
 
 
 def _digest(text: str) -> str:

@@ -9,5 +9,6 @@
 - `metric_sinks`: `[metrics]`.
 - `stage_length`: `steps` and `epochs` of the stages.
 - `service_runs`: runs whose model is trained at a service.
+- `vision`: `model.vision`, and runs whose data have pictures.
 - `windows`: what needs Linux or macOS.
 """

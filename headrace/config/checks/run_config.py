@@ -21,6 +21,7 @@ from headrace.config.checks.engine_servers import server_problems
 from headrace.config.checks.metric_sinks import metrics_problems
 from headrace.config.checks.service_runs import service_problems
 from headrace.config.checks.stage_length import stage_length_problems
+from headrace.config.checks.vision import vision_problems
 from headrace.config.checks.windows import windows_problems
 from headrace.config.foreign_names import foreign_value_hint
 from headrace.config.introspect import default_of
@@ -76,7 +77,7 @@ def check(
     """
     problems = [_command_problems(config, command), service_problems(config)]
     problems += [stage_length_problems(config), cluster_problems(config), server_problems(config)]
-    problems.append(windows_problems(config, sys.platform))
+    problems += [windows_problems(config, sys.platform), vision_problems(config)]
     problems.append(
         _model_problems(config, base, hub_model) if config.model.service is None else _served_problems(config, base)
     )

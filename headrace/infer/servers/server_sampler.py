@@ -17,7 +17,7 @@ import numpy as np
 
 from headrace.algo.random import derive_seed
 from headrace.errors import SamplerError
-from headrace.infer.sampling import check_request
+from headrace.infer.sampling import check_request, refuse_images
 from headrace.infer.servers.api import EngineApi, Finish, GenerateCall, PauseMode, ServerLostError
 from headrace.infer.servers.proof import Prover
 from headrace.infer.servers.token_stream import TokenStream
@@ -125,6 +125,7 @@ class ServerSampler:
     async def sample(self, request: SampleRequest) -> Completion:
         """See `Sampler`. Raises ServerLostError, with the tokens so far, if the server is lost."""
         model = self._model
+        refuse_images(request, "a vLLM or SGLang server")
         check_request(request, context=model.context, vocabulary=model.vocabulary, decodes=model.tokenizer is not None)
         await self._running.wait()
         if self._taken_out:

@@ -20,20 +20,22 @@ from headrace.model.cpu.layers import rms_norm
 from headrace.model.cpu.packed_linear import FusedLinear, PackedLinear, available, linear
 from headrace.model.load import LanguageModel
 from headrace.model.multi_lora import apply_adapters
+from headrace.model.vision.kinds import text_config, text_model
+from headrace.model.vision.tower import ImageRows
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text")  # of text halves too
 CLOSE = 1e-3  # relative; another formula would be far off, rounding is below 1e-5
-Forward = Callable[[Tensor, Tensor, Context], Tensor]
+Forward = Callable[..., Tensor]  # tokens and positions, a context, and with `images` the features of images
 
 
 def cpu_forward(lm: LanguageModel) -> Forward | None:
     """Make a forward pass with the signature and the result of `lm.hidden`; return None if the model has none."""
     if lm.device.type != "cpu" or lm.dtype != torch.float32 or not available():
         return None
-    model = lm.model.base_model
-    if lm.model.config.model_type not in FAMILIES or not all(_is_plain(layer) for layer in model.layers):
+    model = text_model(lm.model)
+    if text_config(lm.model.config).model_type not in FAMILIES or not all(_is_plain(layer) for layer in model.layers):
         return None
-    forward = _Forward(model, lm.model.base_model_prefix)
+    forward = _Forward(model, next(name for name, module in lm.model.named_modules() if module is model))
     tokens_T = torch.arange(6) % lm.vocabulary
     positions_T = torch.tensor([0, 1, 2, 3, 0, 1])
     with torch.inference_mode():
@@ -59,13 +61,23 @@ class _Forward:
         self._model = model
         self._layers = [_Layer(layer, f"{name}.layers.{index}") for index, layer in enumerate(model.layers)]
 
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, attention: Context) -> Tensor:
+    def __call__(
+        self, tokens_T: Tensor, positions_T: Tensor, attention: Context, *, images: ImageRows | None = None
+    ) -> Tensor:
         x_TD = F.embedding(tokens_T, self._model.embed_tokens.weight)
-        cos, sin = self._model.rotary_emb(x_TD[None], positions_T[None])
+        if images is not None:
+            x_TD = images.embed(x_TD)
+        deep = () if images is None else images.deep
+        cos, sin = self._model.rotary_emb(
+            x_TD[None], positions_T[None] if positions_T.ndim == 1 else positions_T[:, None]
+        )
         first, second = sin[0, :, None].chunk(2, dim=-1)
         signed = torch.cat([-first, second], dim=-1)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             x_TD = layer(x_TD, cos[0, :, None], signed, attention)
+            if index < len(deep):
+                assert images is not None
+                x_TD = x_TD.index_add(0, images.rows_I, deep[index].to(x_TD.dtype))
         return _norm(x_TD, self._model.norm)
 
 

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from headrace.model.attention import attend
 
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "MixtralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm")
+NORMS = (
+    "LlamaRMSNorm",
+    "MistralRMSNorm",
+    "MixtralRMSNorm",
+    "Qwen2RMSNorm",
+    "Qwen3RMSNorm",
+    "Qwen3MoeRMSNorm",
+    "Qwen3VLTextRMSNorm",
+)
 ATTENTIONS = (
     "LlamaAttention",
     "MistralAttention",
@@ -23,6 +31,7 @@ ATTENTIONS = (
     "Qwen2Attention",
     "Qwen3Attention",
     "Qwen3MoeAttention",
+    "Qwen3VLTextAttention",
 )
 
 

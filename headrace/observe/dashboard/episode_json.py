@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from headrace.observe.rollouts.picture_files import shown_content
 from headrace.observe.rollouts.records import EpisodeRecord
 from headrace.observe.viewer.catalog import group_of, method_text
 from headrace.observe.viewer.graph import advantage_tone
@@ -60,7 +61,8 @@ def _turns(line: EpisodeRecord) -> list[dict[str, Any]]:
                 if line.messages[later].role != "tool":
                     break
                 answered.add(later)
-        content = message.content.strip() if message.role == "assistant" else message.content
+        content = shown_content(message)  # the page of the whole group shows the pictures too
+        content = content.strip() if message.role == "assistant" else content
         turn["text"] = text(content)
         number = step_at.get(place)
         if number is not None:

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.observe.report.svg import number
+from headrace.observe.rollouts.picture_files import shown_content
 from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, NoteRecord
 from headrace.printable import single_line
 
 MAX_TURNS = 40
 MAX_CHARACTERS = 4000
 MAX_NOTE_CHARACTERS = 200  # of what a reward function said
+MAX_PICTURES = 8  # of a message
 PER_FILE = 3
 
 
@@ -24,6 +26,7 @@ class ConversationTurn:
     role: str
     text: str
     badges: tuple[tuple[str, str], ...] = ()  # (CSS class, text)
+    images: tuple[str, ...] = ()  # names of picture files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,7 @@ def conversation(when: str, line: EpisodeRecord) -> Conversation:
             role=message.role,
             text=_text(message),
             badges=_step_badges(line, steps.index(index)) if index in steps and len(steps) == len(line.steps) else (),
+            images=message.images[:MAX_PICTURES],
         )
         for index, message in enumerate(messages)
     )
@@ -156,6 +160,6 @@ def _note(note: NoteRecord) -> str:
 
 def _text(message: MessageRecord) -> str:
     calls = "".join(f"\n{call.name}({call.arguments})" for call in message.tool_calls)
-    text = (message.content + calls).strip("\n")
+    text = (shown_content(message) + calls).strip("\n")
     left = len(text) - MAX_CHARACTERS
     return text if left <= 0 else f"{text[:MAX_CHARACTERS]} … ({left} more characters)"

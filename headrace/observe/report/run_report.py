@@ -24,6 +24,7 @@ from headrace.observe.report.episodes import EpisodeComparison, compare, sample_
 from headrace.observe.report.html_page import page_environment, report_parts
 from headrace.observe.report.subject import subjects
 from headrace.observe.report.svg import number, percent
+from headrace.observe.rollouts.picture_files import ShownPictures
 from headrace.observe.rollouts.records import EpisodeRecord, readable_lines
 from headrace.observe.run_folder import RunFolder
 from headrace.observe.run_warnings import RunWarning, read_warnings
@@ -87,6 +88,7 @@ def write_report(folder: Path, summary: Mapping[str, float | str] | None = None)
         about=subjects(config),
         records=records,
         comparison=comparison,
+        pictures=run.rollouts,
         config=text,
         facts=[
             *_facts(config, environment, records, summary or {}),
@@ -150,8 +152,11 @@ def render(
     facts: Sequence[tuple[str, str]],
     summary: Mapping[str, float | str],
     warnings: Sequence[str] = (),
+    pictures: Path | None = None,
 ) -> str:
-    """Render the page; pure but for reading the template beside this file."""
+    """Render the page; pure but for reading the template beside this file, and the pictures of rollout files in the
+    folder `pictures`."""
+    shown = ShownPictures()
     in_flow = flow_names(records)
     others = [name for name in other_names(records) if name not in in_flow]
     template = (files("headrace.observe.report") / "report.html").read_text(encoding="utf-8")
@@ -173,6 +178,8 @@ def render(
             comparison=comparison,
             config=config,
             **report_parts(),
+            has_pictures=has_pictures(comparison),
+            picture=lambda name: "" if pictures is None else shown.uri(pictures, name),
         )
     )
 
@@ -293,6 +300,12 @@ def reward_findings(records: Sequence[MetricRecord]) -> list[str]:
 
 
 # --- episodes --------------------------------------------------------------------------------------------------------
+
+
+def has_pictures(comparison: EpisodeComparison | None) -> bool:
+    """Tell whether a conversation that is shown has a picture."""
+    talks = [talk for row in (comparison.rows if comparison is not None else ()) for talk in row.conversations]
+    return any(turn.images for talk in talks for turn in talk.turns)
 
 
 def _comparison(run: RunFolder, left_out: list[str]) -> EpisodeComparison | None:

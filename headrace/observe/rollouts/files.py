@@ -1,14 +1,15 @@
 """Write the episodes of a training step as lines of a rollout file, and load them back equal.
 
 Three things keep a line short: a prompt is stored without the prefix that it shares with the step before it, versions
-as runs, raw log-probs only when they differ from the sampler's.
+as runs, raw log-probs only when they differ from the sampler's. Pictures are files beside it (`picture_files`). What a
+processor made of them is not saved, so steps are loaded without their `images`.
 """
 
 import json
 import zlib
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from headrace.errors import RunFolderError, boundary
 from headrace.observe.json_lines import json_line, write_whole
+from headrace.observe.rollouts.picture_files import load_picture, picture_file_name, save_pictures
 from headrace.observe.rollouts.records import (
     SCHEMA,
     CreditRecord,
@@ -28,6 +30,7 @@ from headrace.observe.rollouts.records import (
     TokensRecord,
     iter_lines,
 )
+from headrace.pictures import Picture
 from headrace.types import (
     Completion,
     CreditedEpisode,
@@ -71,6 +74,7 @@ def save_trajectories(
     sizes = about.group_sizes
     if sizes is None:
         sizes = Counter(episode.group_id for episode in episodes if isinstance(episode, CreditedEpisode))
+    save_pictures(path.parent, _pictures(episodes))
     write_whole(path, (_line(episode, about, sizes, lean=lean) for episode in episodes))
 
 
@@ -78,7 +82,7 @@ def load_trajectories(path: Path) -> tuple[ScoredEpisode | CreditedEpisode, ...]
     """Load the episodes as they were saved, without failed ones. Raises RunFolderError if the file was saved lean, or
     is not a rollout file."""
     played = (line for line in iter_lines(path) if line.failed is None)
-    return tuple(episode_of(line, f"{path}, episode {line.id}") for line in played)
+    return tuple(episode_of(line, f"{path}, episode {line.id}", path.parent) for line in played)
 
 
 def recredited(raw: bytes, result: CreditedEpisode | FailedEpisode, about: RolloutFileInfo) -> str:
@@ -97,6 +101,16 @@ def recredited(raw: bytes, result: CreditedEpisode | FailedEpisode, about: Rollo
         fields |= {"group_id": result.group_id, "group_size": about.group_sizes[result.group_id]}
     fields["credit"] = _method_fields(about)
     return json_line(fields)
+
+
+def _pictures(episodes: Iterable[Saved]) -> Iterator[Picture]:
+    for saved in episodes:
+        if isinstance(saved, FailedEpisode):
+            messages = saved.task.messages
+        else:
+            messages = (*_scored(saved).episode.task.messages, *_scored(saved).episode.messages)
+        for message in messages:
+            yield from message.images
 
 
 # --- types -> line ---------------------------------------------------------------------------------------------------
@@ -273,6 +287,8 @@ def _message_fields(message: Message) -> dict[str, Any]:
         fields["tool_calls"] = [{"name": call.name, "arguments": call.arguments, "id": call.id} for call in calls]
     if message.tool_call_id is not None:
         fields["tool_call_id"] = message.tool_call_id
+    if message.images:
+        fields["images"] = [picture_file_name(picture) for picture in message.images]
     return fields
 
 
@@ -324,8 +340,11 @@ def _shortest(values: FloatArray) -> list[float]:
 # --- line -> types ---------------------------------------------------------------------------------------------------
 
 
-def episode_of(line: EpisodeRecord, where: str) -> ScoredEpisode | CreditedEpisode:
-    """Build the episode of a line that has its tokens; `where` names the line in errors."""
+def episode_of(line: EpisodeRecord, where: str, folder: Path | None = None) -> ScoredEpisode | CreditedEpisode:
+    """Build the episode of a line that has its tokens; `where` names the line in errors.
+
+    `folder` is that of the rollout file, where the pictures are; without it messages have only their marks.
+    """
     steps: list[Step] = []
     before, experts = int_array([]), None
     for saved in line.steps:
@@ -334,7 +353,7 @@ def episode_of(line: EpisodeRecord, where: str) -> ScoredEpisode | CreditedEpiso
         with boundary(RunFolderError, f"{where} has token arrays that do not fit together"):
             steps.append(_step(saved, saved.tokens, before, experts))
         before, experts = _all_tokens(steps[-1]), steps[-1].completion.experts
-    scored = _scored_of(line, steps)
+    scored = _scored_of(line, steps, folder)
     if line.group_id is None or line.advantages is None:
         return scored
     credits = [step.credit for step in line.steps if step.credit is not None]
@@ -364,20 +383,20 @@ def token_values_of(line: EpisodeRecord) -> TokenValues | None:
         )
 
 
-def outline_of(line: EpisodeRecord) -> ScoredEpisode:
+def outline_of(line: EpisodeRecord, folder: Path | None = None) -> ScoredEpisode:
     """Build the episode of any line with the right number of placeholder tokens: for credit, never for training."""
-    return _scored_of(line, [_outline(step) for step in line.steps])
+    return _scored_of(line, [_outline(step) for step in line.steps], folder)
 
 
-def _scored_of(line: EpisodeRecord, steps: Sequence[Step]) -> ScoredEpisode:
+def _scored_of(line: EpisodeRecord, steps: Sequence[Step], folder: Path | None) -> ScoredEpisode:
     reward = line.reward
     return ScoredEpisode(
         episode=Episode(
             id=line.id,
-            task=Task(id=line.task.id, messages=_messages(line.task.messages), data=line.task.data),
+            task=Task(id=line.task.id, messages=_messages(line.task.messages, folder), data=line.task.data),
             seed=line.seed,
             steps=tuple(steps),
-            messages=_messages(line.messages),
+            messages=_messages(line.messages, folder),
             temperature=line.temperature,
             truncated=line.truncated,
             success=line.success,
@@ -455,7 +474,7 @@ def _with_nan(values: Sequence[float | None]) -> FloatArray:
     return float_array(np.nan if value is None else value for value in values)
 
 
-def _messages(lines: Sequence[MessageRecord]) -> tuple[Message, ...]:
+def _messages(lines: Sequence[MessageRecord], folder: Path | None) -> tuple[Message, ...]:
     return tuple(
         Message(
             role=line.role,
@@ -465,6 +484,7 @@ def _messages(lines: Sequence[MessageRecord]) -> tuple[Message, ...]:
                 ToolCall(name=call.name, arguments=call.arguments, id=call.id) for call in line.tool_calls
             ),
             tool_call_id=line.tool_call_id,
+            images=() if folder is None else tuple(load_picture(folder, name) for name in line.images),
         )
         for line in lines
     )

@@ -37,6 +37,7 @@ class MessageRecord:
     name: str | None = None
     tool_calls: tuple[ToolCallRecord, ...] = ()
     tool_call_id: str | None = None
+    images: tuple[str, ...] = ()  # names of files in `pictures` beside the rollout file, one for each mark in `content`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_LINE)

@@ -15,6 +15,7 @@ from importlib.resources import files
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from headrace.observe.rollouts.picture_files import ShownPictures, shown_content
 from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, StepRecord
 from headrace.observe.viewer.anchors import Anchor, Choice, anchors
 from headrace.observe.viewer.catalog import Catalog, finite_mean, group_of, method_text
@@ -123,6 +124,9 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["visible"] = visible
     environment.filters["as_call"] = call_text
+    shown = ShownPictures()
+    environment.filters["picture"] = lambda name: shown.uri(catalog.path.parent, name)
+    environment.filters["shown_text"] = _shown_text
     played = [summary for summary in catalog.summaries if summary.failed is None]
     budget = TokenBudget(MAX_TOKENS)
     grouped: dict[str, list[EpisodeRecord]] = {}
@@ -143,7 +147,12 @@ def page(catalog: Catalog, lines: Sequence[EpisodeRecord], pieces: Pieces, *, id
         script=Markup(script),
         script_hash=digest,
         strip=STRIP,
+        has_pictures=any(message.images for line in lines for message in line.messages),
     )
+
+
+def _shown_text(message: MessageRecord) -> str:
+    return shown_content(message)[:MAX_CHARACTERS]
 
 
 class TokenBudget:

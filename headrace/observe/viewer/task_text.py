@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.observe.rollouts.picture_files import shown_content
 from headrace.observe.rollouts.records import EpisodeRecord, MessageRecord, TaskRecord, ToolCallRecord
 from headrace.observe.viewer.safe_text import last_line
 
@@ -29,8 +30,8 @@ def question_of(task_messages: Sequence[Mapping[str, Any]], messages: Sequence[M
 def question(line: EpisodeRecord) -> str:
     """Return what an episode was asked."""
     return question_of(
-        [{"role": message.role, "content": message.content} for message in line.task.messages],
-        [{"role": message.role, "content": message.content} for message in line.messages],
+        [{"role": message.role, "content": shown_content(message)} for message in line.task.messages],
+        [{"role": message.role, "content": shown_content(message)} for message in line.messages],
     )
 
 
@@ -90,7 +91,9 @@ def calls_with_results(messages: Sequence[MessageRecord], place: int) -> list[tu
 
 def asked(task: TaskRecord) -> str:
     """Return the last question of the task's own messages; "" if its environment asks instead."""
-    return question_of([{"role": message.role, "content": message.content} for message in task.messages], []).strip()
+    return question_of(
+        [{"role": message.role, "content": shown_content(message)} for message in task.messages], []
+    ).strip()
 
 
 def expected(task: TaskRecord) -> str:

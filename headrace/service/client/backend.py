@@ -156,6 +156,8 @@ class ServiceSampler:
     async def sample(self, request: SampleRequest) -> Completion:
         if request.params.temperature != 1.0:
             raise SamplerError("the service tells log-probs of one distribution only: sample at temperature 1")
+        if request.images:
+            raise SamplerError("pictures are not sent to a service: sample on this machine")
         done = request.continue_from
         num_done = 0 if done is None else len(done.tokens)
         await self._running.wait()

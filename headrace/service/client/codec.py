@@ -51,6 +51,8 @@ def write_forward(
     for index, datum in enumerate(data):
         if WEIGHTS not in datum.arrays:
             raise BackendError(f"datum {index} has no array named 'weights'")
+        if datum.images:
+            raise BackendError(f"datum {index} has pictures, which are not sent to a service: train on this machine")
         sent = {
             name: array
             for name, array in datum.arrays.items()

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from headrace.errors import CheckpointError, boundary
 from headrace.model.load import LanguageModel, read_weights
+from headrace.model.lora import peft_target
 from headrace.model.multi_lora import Adapter
+from headrace.model.vision.kinds import write_processor_files
 from headrace.service.host.folder_check import FORMAT, STATE, check_folder, reading
 from headrace.service.host.hosted_model import adapter_of_state, weights_of
 from headrace.service.host.model_host import AdapterSpec, FullFinetune
@@ -153,16 +155,19 @@ def _write_adapter(folder: Path, spec: AdapterSpec, state: TrainedState, base: s
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in adapter.down}),
+        "target_modules": sorted({peft_target(name) for name in adapter.down}),
     }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_full(folder: Path, state: TrainedState, lm: LanguageModel) -> None:
     weights = {name: tensor for name, tensor in state.weights.items() if name != VALUE_HEAD}
+    if lm.vision is not None:  # a frozen tower is no part of the state
+        weights = {name: parameter.detach() for name, parameter in lm.model.named_parameters()} | weights
     lm.model.save_pretrained(folder, state_dict=weights)
     if lm.tokenizer is not None:
         lm.tokenizer.save_pretrained(folder)
+    write_processor_files(folder, lm.vision)
 
 
 def _check_plain(folder: Path, config: Mapping[str, Any]) -> None:

@@ -156,6 +156,9 @@ class JoinSamplingSession(RequestBody):
 class Chunk(RequestBody):
     type: str = "encoded_text"
     tokens: list[StrictInt] = []
+    data: str = ""  # of an image, in base64
+    format: str = ""
+    expected_tokens: int | None = None
 
 
 class Prompt(RequestBody):

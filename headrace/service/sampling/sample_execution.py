@@ -18,7 +18,9 @@ async def draw_sequences(host: ModelHost, sampler: str, job: SampleJob, *, tempe
     try:
         async with asyncio.TaskGroup() as group:
             drawing = [
-                group.create_task(host.sample(sampler, SampleRequest(prompt=job.prompt, params=params)))
+                group.create_task(
+                    host.sample(sampler, SampleRequest(prompt=job.prompt, params=params, images=job.images))
+                )
                 for params in job.params
             ]
             scoring = group.create_task(_prompt_logprobs(host, sampler, job))

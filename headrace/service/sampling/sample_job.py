@@ -3,13 +3,17 @@
 A request without a seed gets one from its id, so that it gives the same tokens when it is run again after a restart.
 """
 
+import base64
 from dataclasses import dataclass
 
 import numpy as np
 
 from headrace.algo.random import derive_seed
 from headrace.errors import RequestError
+from headrace.pictures import PlacedImage
+from headrace.render import PlacedTokens
 from headrace.service.http import schemas
+from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks, join_chunks
 from headrace.service.wire.messages import Array, shaped, unfold
 from headrace.types import IntArray, SamplingParams, int_array
 
@@ -17,6 +21,7 @@ from headrace.types import IntArray, SamplingParams, int_array
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleJob:
     prompt: IntArray
+    images: tuple[PlacedImage, ...] = ()
     params: tuple[SamplingParams, ...]  # one per sample, with its own seed
     prompt_logprobs: bool = False
     last_n: int | None = None  # of the prompt's log-probs; None: all
@@ -26,9 +31,12 @@ class SampleJob:
     target_rows: tuple[Array, Array] | None = None  # crow and column indices, if the targets came in compressed rows
 
 
-def parse_sample_job(body: schemas.Sample, *, id: str, context: int, vocabulary: int) -> SampleJob:
+def parse_sample_job(
+    body: schemas.Sample, *, id: str, context: int, vocabulary: int, images: ImageChunks = TEXT_ONLY
+) -> SampleJob:
     """Check a sampling request against the model's limits; raises RequestError with what to change."""
-    prompt = _parse_prompt(body.prompt, vocabulary)
+    placed = _parse_prompt(body.prompt, vocabulary, images)
+    prompt = placed.tokens
     room = context - len(prompt)
     sampling = body.sampling_params
     max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
@@ -42,6 +50,12 @@ def parse_sample_job(body: schemas.Sample, *, id: str, context: int, vocabulary:
     last_n = body.prompt_logprobs_last_n
     if last_n is not None and not 1 <= last_n <= len(prompt) - 1:
         raise RequestError(f"prompt_logprobs_last_n must be from 1 to {len(prompt) - 1}, not {last_n}")
+    ranked = body.topk_prompt_logprobs or body.topk_sample_logprobs or body.target_prompt_logprobs is not None
+    if placed.images and (body.prompt_logprobs or last_n is not None or ranked):
+        raise RequestError(
+            "log-probs of prompts, and those of other tokens than the sampled ones, are not served with images: leave "
+            "prompt_logprobs, topk_prompt_logprobs, topk_sample_logprobs and target_prompt_logprobs out"
+        )
     targets, rows = _parse_targets(body.target_prompt_logprobs, len(prompt), vocabulary)
     stop_tokens, stop_strings = _parse_stop(sampling.stop)
     seed = derive_seed("sample", id) if sampling.seed is None else sampling.seed
@@ -59,6 +73,7 @@ def parse_sample_job(body: schemas.Sample, *, id: str, context: int, vocabulary:
     )
     return SampleJob(
         prompt=prompt,
+        images=placed.images,
         params=params,
         prompt_logprobs=bool(body.prompt_logprobs) or last_n is not None,
         last_n=last_n,
@@ -79,17 +94,26 @@ def sample_seed(seed: int, index: int) -> int:
     return seed % 2**63 if index == 0 else derive_seed("sample of a request", seed, index)
 
 
-def _parse_prompt(prompt: schemas.Prompt, vocabulary: int) -> IntArray:
-    tokens: list[int] = []
-    for chunk in prompt.chunks:
-        if chunk.type != "encoded_text":
-            raise RequestError(f"only text is served, not a chunk of type '{chunk.type}'")
-        tokens += chunk.tokens
-    if not tokens:
+def _parse_prompt(prompt: schemas.Prompt, vocabulary: int, images: ImageChunks) -> PlacedTokens:
+    parts = [_parse_chunk(chunk, vocabulary, images) for chunk in prompt.chunks]
+    joined = join_chunks(parts)
+    if not len(joined.tokens):
         raise RequestError("the prompt is empty: send at least one token")
-    if min(tokens) < 0 or max(tokens) >= vocabulary:
+    return joined
+
+
+def _parse_chunk(chunk: schemas.Chunk, vocabulary: int, images: ImageChunks) -> PlacedTokens:
+    if chunk.type == "image":
+        try:
+            data = base64.b64decode(chunk.data, validate=True)
+        except ValueError as exc:
+            raise RequestError(f"the prompt: the data of an image are not base64 ({exc})") from exc
+        return images.read(data, chunk.format, chunk.expected_tokens, "the prompt")
+    if chunk.type != "encoded_text":
+        raise RequestError(f"only text and images are served, not a chunk of type '{chunk.type}'")
+    if chunk.tokens and (min(chunk.tokens) < 0 or max(chunk.tokens) >= vocabulary):
         raise RequestError(f"the prompt holds a token outside of the vocabulary of {vocabulary}")
-    return int_array(tokens)
+    return PlacedTokens(tokens=int_array(chunk.tokens))
 
 
 def _parse_stop(stop: str | list[int] | list[str] | None) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:

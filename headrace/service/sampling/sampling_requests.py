@@ -15,6 +15,7 @@ from headrace.service.sampling.sampling_queue import SamplingQueue
 from headrace.service.store.entities import CheckpointKind, ModelCard, SamplerRecord, Session, sampler_id, split_path
 from headrace.service.store.journal import JournalRow
 from headrace.service.store.registry import Gone, Registry
+from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks
 
 
 class SamplingRequests:
@@ -28,7 +29,10 @@ class SamplingRequests:
         sessions: Sessions,
         queue: SamplingQueue,
         admission: RequestAdmission,
+        *,
+        images: ImageChunks = TEXT_ONLY,
     ) -> None:
+        self._images = images
         self._card, self._registry = card, registry
         self._requests, self._sessions, self._queue = requests, sessions, queue
         self._admission = admission
@@ -128,4 +132,5 @@ class SamplingRequests:
         self._queue.enqueue(pending)
 
     def _parse(self, body: schemas.Sample, id: str) -> SampleJob:
-        return parse_sample_job(body, id=id, context=self._card.context, vocabulary=self._card.vocabulary)
+        card = self._card
+        return parse_sample_job(body, id=id, context=card.context, vocabulary=card.vocabulary, images=self._images)

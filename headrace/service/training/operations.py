@@ -15,6 +15,7 @@ from headrace.errors import RequestError
 from headrace.service.host.kl_bound import KlBound
 from headrace.service.http import schemas
 from headrace.service.store.entities import CheckpointKind, check_name, split_path
+from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks
 from headrace.service.wire.loss_conversion import to_loss_and_data
 from headrace.service.wire.messages import parse_forward, read_forward
 from headrace.service.wire.server_inputs import GaeSettings, parse_server_inputs
@@ -79,14 +80,14 @@ class InvalidOp:
 Operation = CreateOp | ForwardOp | OptimStepOp | SaveOp | SnapshotOp | LoadOp | InvalidOp
 
 
-def parse_operation(kind: str, body: bytes, *, ran_before: bool = False) -> Operation:
+def parse_operation(kind: str, body: bytes, *, ran_before: bool = False, images: ImageChunks = TEXT_ONLY) -> Operation:
     """Parse the body of a training request. Never raises: a wrong body gives an `InvalidOp`.
 
     `ran_before`: a server has run it already, so names that only an older server took are taken again.
     """
     try:
-        if ran_before and kind in FORWARDS:
-            return forward_operation(parse_forward(body), own_numbers=True)
+        if kind in FORWARDS:
+            return forward_operation(parse_forward(body), own_numbers=ran_before, images=images)
         return PARSERS[kind](body)
     except RequestError as exc:
         return InvalidOp(message=str(exc))
@@ -105,14 +106,10 @@ def _parse_create_from(body: bytes) -> Operation:
     return CreateOp(source=request.path, optimizer=request.optimizer)
 
 
-def _parse_forward(body: bytes) -> Operation:
-    return forward_operation(parse_forward(body))
-
-
-def forward_operation(message: Any, *, own_numbers: bool = False) -> Operation:
+def forward_operation(message: Any, *, own_numbers: bool = False, images: ImageChunks = TEXT_ONLY) -> Operation:
     """Convert a parsed ForwardBackwardRequest. Never raises."""
     try:
-        request, server_inputs = parse_server_inputs(read_forward(message))
+        request, server_inputs = parse_server_inputs(read_forward(message, images))
         loss, data = to_loss_and_data(request, server_inputs, own_numbers=own_numbers)
     except RequestError as exc:
         return InvalidOp(message=str(exc))
@@ -181,8 +178,6 @@ FORWARDS = ("forward_backward", "forward")
 PARSERS = {
     "create_model": _parse_create,
     "create_model_from": _parse_create_from,
-    "forward_backward": _parse_forward,
-    "forward": _parse_forward,
     "optim_step": _parse_optim_step,
     "save_weights": lambda body: _parse_save(body, CheckpointKind.TRAINING),
     "save_weights_for_sampler": lambda body: _parse_save(body, CheckpointKind.SAMPLER),

@@ -34,6 +34,7 @@ from headrace.service.training.model_queue import ModelQueue, lacks_reference
 from headrace.service.training.model_states import ModelStates, Recording, SideEffects
 from headrace.service.training.operations import CreateOp, ForwardOp, InvalidOp, Operation, OptimStepOp, parse_operation
 from headrace.service.training.training_execution import OperationRunner
+from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,10 @@ class TrainingQueue:
         max_resident: int = 64,
         full_save_steps: int = 1,
         telemetry: Telemetry | None = None,
+        images: ImageChunks = TEXT_ONLY,
     ) -> None:
         assert window > 0
+        self._images = images
         self._host, self._requests, self._registry, self._journal = host, requests, registry, journal
         self._folder = folder
         self._references, self._checkpoints = references, checkpoints
@@ -89,7 +92,7 @@ class TrainingQueue:
             if model is not None and seq > model.saved_seq:
                 self._queues.setdefault(target, _reopened(model)).finished.add(seq)
         for row in unfinished:
-            pending = self._requests.restore(row, parse_operation(row.kind, row.body or b""))
+            pending = self._requests.restore(row, parse_operation(row.kind, row.body or b"", images=self._images))
             pending.accepted.set_result(None)
             self._queues.setdefault(row.target, _reopened(self._registry.models[row.target]))
             self.enqueue(pending)
@@ -377,7 +380,9 @@ class TrainingQueue:
         for row in rows:
             pending = PendingRequest(
                 row=row,
-                operation=parse_operation(row.kind, row.body or b"", ran_before=row.state == "done"),
+                operation=parse_operation(
+                    row.kind, row.body or b"", ran_before=row.state == "done", images=self._images
+                ),
                 accepted=asyncio.get_running_loop().create_future(),
                 since=time.monotonic(),
                 replay=True,

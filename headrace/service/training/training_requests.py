@@ -5,6 +5,7 @@ Nothing here waits for the host.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from headrace.errors import RequestError
@@ -17,6 +18,7 @@ from headrace.service.store.journal import JournalRow
 from headrace.service.store.registry import Change, NotFound, Registry
 from headrace.service.training.operations import Operation, forward_operation, parse_operation
 from headrace.service.training.training_queue import TrainingQueue
+from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks
 from headrace.service.wire.messages import decompress, parse_forward
 
 MAX_SEQ_AHEAD = 1_000_000
@@ -38,9 +40,10 @@ class TrainingRequests:
         admission: RequestAdmission,
         *,
         body_bytes: int,
+        images: ImageChunks = TEXT_ONLY,
     ) -> None:
         self._registry, self._requests, self._sessions, self._queue = registry, requests, sessions, queue
-        self._admission, self._body_bytes = admission, body_bytes
+        self._admission, self._body_bytes, self._images = admission, body_bytes, images
 
     async def forward_backward(self, user: ApiUser, body: bytes, encoding: str | None) -> PendingRequest:
         """Accept a forward or forward_backward request, a protobuf body."""
@@ -53,7 +56,7 @@ class TrainingRequests:
         kind = "forward" if message.forward_only else "forward_backward"
         operation = None
         if not self._requests.get(request_id(model.id, seq)) and not self._queue.is_finished(model.id, seq):
-            operation = await _off_loop(len(plain), forward_operation, message)
+            operation = await _off_loop(len(plain), partial(forward_operation, images=self._images), message)
         return await self.accept(user, model, seq, kind, plain, operation)
 
     async def submit(self, user: ApiUser, kind: str, model: str, seq: int, body: bytes) -> PendingRequest:
@@ -80,7 +83,9 @@ class TrainingRequests:
                 return await self.find_repeated(id)
             self._check(user, model, seq)
         row = JournalRow(id=id, target=model.id, seq=seq, kind=kind, owner=user.name, body=body)
-        pending, is_new = await self._requests.register(row, operation or parse_operation(kind, body), *changes)
+        pending, is_new = await self._requests.register(
+            row, operation or parse_operation(kind, body, images=self._images), *changes
+        )
         if is_new:
             self._queue.enqueue(pending)
         return pending

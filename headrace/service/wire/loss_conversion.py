@@ -163,6 +163,7 @@ def _datum(index: int, datum: WireDatum, loss: str, wire: WireLoss | None, serve
         arrays={name: float_array(array) for name, array in arrays.items()},
         unit=unit,
         temperature=temperature,
+        images=datum.images,
     )
 
 

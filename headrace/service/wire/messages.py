@@ -17,8 +17,11 @@ from google.protobuf.message import DecodeError
 
 from headrace.errors import RequestError
 from headrace.metrics import EffectiveSampleShare, ExplainedVariance, Max, Mean, Metrics, Min, StdDev, Sum
+from headrace.pictures import PlacedImage
+from headrace.render import PlacedTokens
 from headrace.service.host.model_host import TopLogprobs
 from headrace.service.wire import proto
+from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks, join_chunks
 from headrace.types import Completion, FloatArray, ForwardOut, IntArray, StopReason, int_array
 
 PROTOBUF = "application/x-protobuf"
@@ -34,6 +37,7 @@ class WireDatum:
 
     inputs: IntArray
     tensors: Mapping[str, Array]
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,7 @@ def parse_forward(body: bytes) -> Any:
     return message
 
 
-def read_forward(message: Any) -> WireForward:
+def read_forward(message: Any, images: ImageChunks = TEXT_ONLY) -> WireForward:
     """Convert a parsed message; raises RequestError that names the datum and the tensor."""
     chosen = message.loss_fn_config_v2
     config: dict[str, float | str] = {
@@ -88,20 +92,30 @@ def read_forward(message: Any) -> WireForward:
         loss=message.loss_fn,
         config=config or dict(message.loss_fn_config),
         forward_only=message.forward_only,
-        data=tuple(_read_datum(index, datum) for index, datum in enumerate(message.data)),
+        data=tuple(_read_datum(index, datum, images) for index, datum in enumerate(message.data)),
     )
 
 
-def _read_datum(index: int, datum: Any) -> WireDatum:
-    pieces = []
-    for chunk in datum.model_input:
-        if chunk.WhichOneof("kind") != "encoded_text":
-            raise RequestError(
-                f"datum {index}: only text is served, not {chunk.WhichOneof('kind') or 'an empty chunk'}"
-            )
-        pieces.append(_from_bytes(chunk.encoded_text.tokens, "<i4", f"datum {index}: tokens"))
+def _read_datum(index: int, datum: Any, images: ImageChunks) -> WireDatum:
+    parts = [_read_chunk(chunk, f"datum {index}", images) for chunk in datum.model_input]
     tensors = {name: read_tensor(tensor, f"datum {index}: {name}") for name, tensor in datum.loss_fn_inputs.items()}
-    return WireDatum(inputs=int_array(np.concatenate(pieces) if pieces else np.zeros(0, np.int32)), tensors=tensors)
+    joined = join_chunks(parts)
+    return WireDatum(inputs=joined.tokens, tensors=tensors, images=joined.images)
+
+
+def _read_chunk(chunk: Any, what: str, images: ImageChunks) -> PlacedTokens:
+    kind = chunk.WhichOneof("kind")
+    if kind == "encoded_text":
+        return PlacedTokens(tokens=int_array(_from_bytes(chunk.encoded_text.tokens, "<i4", f"{what}: tokens")))
+    if kind != "image":
+        raise RequestError(f"{what}: only text and images are served, not {kind or 'an empty chunk'}")
+    image = chunk.image
+    if image.HasField("override_dimensions"):
+        raise RequestError(
+            f"{what}: override_dimensions of an image are not served: send it in the size it should have"
+        )
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return images.read(image.data, image.format, expected, what)
 
 
 def read_tensor(tensor: Any, what: str) -> Array:

@@ -33,6 +33,7 @@ from headrace.model.value_head import (
     load_scalar_model,
     with_scalar_head,
 )
+from headrace.model.vision.kinds import is_vision
 from headrace.names import SMOLLM2, TEXT_HALVES
 from headrace.storage.adapter_files import find_adapter
 
@@ -96,6 +97,11 @@ def _without_weights(path: str, folder: Path, kind: Any, device: str, dtype: tor
         config = AutoConfig.from_pretrained(folder)
         if config.model_type in TEXT_HALVES:
             raise _UnknownLayoutError("it is multimodal, and its text half is named otherwise in its files")
+        if is_vision(config):
+            raise ModelError(
+                f"models of type '{config.model_type}' are trained by one process: leave cluster.ranks at 1, or use a "
+                "text model"
+            )
         check_supported(config)
         check_device(config, device)
         if kind is AutoModelForSequenceClassification:

@@ -35,6 +35,8 @@ from headrace.model.memory import choose_placement, num_parameters, plan_memory
 from headrace.model.tiny import save_tiny
 from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.model.value_head import load_scalar_model
+from headrace.model.vision.kinds import write_processor_files
+from headrace.model.vision.tiny_vision import write_tiny_vision_model
 from headrace.names import NAMED_MODELS
 from headrace.observe.run_folder import RunFolder
 from headrace.storage import atomic_files, whole_folder
@@ -106,11 +108,13 @@ def load_policy(
     """Load a language model, with the adapters of [model.lora]. `adapter` is the one that they go on from, if that has
     their shape (`adapter_to_continue`); it is in `path`."""
     device = choose_device(c.device)
-    lm = (load or load_model)(
+    loader: Callable[..., LanguageModel] = load or load_model
+    lm = loader(
         path if adapter is None else adapter.base,
         device=device,
         dtype=choose_dtype(c.dtype, device),
         trust_remote_code=c.trust_remote_code,
+        **({} if c.vision is None else {"vision": c.vision}),  # a `load` for text alone does not take it
     )
     if adapter is not None and has_tokenizer(Path(path)):
         lm = replace(lm, tokenizer=load_tokenizer(Path(path), trust_remote_code=c.trust_remote_code).tokenizer)
@@ -271,7 +275,8 @@ def starting_model(config: Config, folder: RunFolder) -> str:
 
 def _save_tiny(config: Config, folder: Path, words: tuple[str, ...]) -> None:
     tiny = config.model.tiny
-    save_tiny(
+    save = save_tiny if config.model.vision is None else write_tiny_vision_model
+    save(
         folder,
         words=words,
         width=tiny.width,
@@ -296,6 +301,7 @@ def _save_merged(c: ModelConfig, folder: Path) -> None:
     lm = load_model(c.path, dtype=choose_dtype(c.dtype, choose_device(c.device)), trust_remote_code=c.trust_remote_code)
     lm.model.save_pretrained(folder)
     lm.tokenizer.save_pretrained(folder)
+    write_processor_files(folder, lm.vision)
 
 
 def load_tokens(c: ModelConfig, path: str) -> TokenizerOnly:

@@ -254,10 +254,12 @@ def _judge_term(term: RewardTermConfig, model: ModelConfig) -> GroupTerm:
     from headrace.infer.engine import EmbeddedEngine
     from headrace.render import Renderer
     from headrace.wiring.build.models import load_policy, whole
+    from headrace.wiring.picture_reader import OnDemandReader
 
-    lm = load_policy(replace(model, lora=None, recompute=False), whole(term.path), seed=0)
+    lm = load_policy(replace(model, lora=None, recompute=False, vision=None), whole(term.path), seed=0)
     engine = EmbeddedEngine(lm, max_num_seqs=chosen.at_once)
-    ask = ask_sampler(engine, Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens), params)
+    pictures = None if lm.vision is None else OnDemandReader(lm.source)
+    ask = ask_sampler(engine, Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens, pictures=pictures), params)
 
     async def close() -> None:
         await asyncio.to_thread(engine.close)

@@ -26,6 +26,7 @@ from headrace.wiring.build.data import make_env_of, tasks_of
 from headrace.wiring.build.episodes import Play, eval_player, make_end_pattern, make_sampling
 from headrace.wiring.build.models import load_policy, make_sampler, whole
 from headrace.wiring.build.rewards import close_terms, make_reward_runner, make_terms
+from headrace.wiring.picture_reader import first_with_pictures, reader_of, with_vision
 from headrace.wiring.runtime.service import ServiceRuntime, check_service, starting_state
 
 
@@ -94,9 +95,15 @@ async def _evaluate(
     config: Config, wrap_env: Callable[[Callable[[], Env]], Callable[[], Env]] = lambda make_env: make_env
 ) -> EvalResult:
     """Play the tasks of [eval.source]; `wrap_env` may wrap the function that makes environments."""
-    if config.eval.source is None:
+    source = config.eval.source
+    if source is None:
         raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
-    tasks = tasks_of(config.eval.source)[: config.eval.tasks]
+    tasks = tasks_of(source)[: config.eval.tasks]
+    if remote_name(config.model.path) is None:
+        shown = first_with_pictures(task.messages for task in tasks)
+        config = with_vision(config, has_pictures=shown is not None)
+        if config.model.vision is not None:  # else a text-only model would be loaded first
+            _ = reader_of(config.model, config.model.path).loaded
     terms = make_terms(config, None)
     if not terms:
         raise ConfigError("nothing but the reward model could judge: give its folder as 'path' in 'rl.rewards'")
@@ -108,7 +115,7 @@ async def _evaluate(
         open_player = _local_player
     max_turns = None if config.rl is None else config.rl.max_turns
     try:
-        make_env = make_env_of(config.eval.source, max_turns=max_turns)
+        make_env = make_env_of(source, max_turns=max_turns)
         async with open_player(config, terms, wrap_env(make_env)) as play:
             return await evaluate_tasks(tasks, play)
     finally:
@@ -124,7 +131,8 @@ async def _local_player(
     worker = ComputeThread()
     sampler = make_sampler(config, lm, worker)
     try:
-        renderer = Renderer(lm.tokenizer, lm.eos_tokens, config.model.template_options)
+        pictures = None if lm.vision is None else reader_of(config.model, lm.source)
+        renderer = Renderer(lm.tokenizer, lm.eos_tokens, config.model.template_options, pictures)
         programs = AgentEndpoint(renderer)
         try:
             yield eval_player(config, sampler, renderer, terms, programs, make_env=make_env)

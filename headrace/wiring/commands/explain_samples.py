@@ -6,6 +6,7 @@ text, and a stand-in with its parameters shows what it would be called with.
 
 import ast
 import inspect
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -23,6 +24,7 @@ from headrace.errors import ConfigError, DataError, HeadraceError, boundary
 from headrace.loops.preference.examples import render_reply
 from headrace.model.tokenizer import TokenizerOnly, load_tokenizer
 from headrace.names import SMOLLM2
+from headrace.pictures import PlacedImage
 from headrace.printable import single_line, visible
 from headrace.render import Rendered, Renderer
 from headrace.reward.user_function import ENTRY, VERL_ENTRY, RewardFunction, RewardSignature, read_signature
@@ -32,6 +34,7 @@ from headrace.wiring.build.chat_template import set_template
 from headrace.wiring.build.data import conversations_of, data_source, pairs_of, tasks_of
 from headrace.wiring.build.model_sizes import tiny_words
 from headrace.wiring.build.rewards import reward_terms
+from headrace.wiring.picture_reader import OnDemandReader, reader_of
 
 Value = TypeVar("Value")
 MOST_CHARS = 3000  # of one text
@@ -98,15 +101,25 @@ def _renderer(config: Config) -> Renderer:
     name = None if model.path == "tiny" or Path(model.path).exists() else hub_name(model.path)
     if model.path == SMOLLM2 or (name is not None and missing_bytes(name) != 0):
         raise DataError(f"the tokenizer of {model.path} is fetched by a run")
-    if model.path == "tiny":
+    pictures: OnDemandReader | None = None
+    if model.path == "tiny" and model.vision is not None:
+        from headrace.model.load import no_progress_bars  # loads torch
+        from headrace.model.vision.tiny_vision import write_tiny_vision_model
+
+        with tempfile.TemporaryDirectory() as folder_name, no_progress_bars():
+            write_tiny_vision_model(Path(folder_name), words=tiny_words(config))
+            tokens, pictures = load_tokenizer(Path(folder_name)), reader_of(model, folder_name)
+            _ = pictures.loaded
+    elif model.path == "tiny":
         from headrace.model.tiny import make_tokenizer  # loads torch
 
         tokens = TokenizerOnly(tokenizer=make_tokenizer(tiny_words(config)), eos_tokens=())
     else:
         folder = Path(model.path) if name is None else model_files(name, weights=False)
         tokens = load_tokenizer(folder)  # code in the folder is not run here, whatever the file says
+        pictures = OnDemandReader(str(folder))
     set_template(tokens.tokenizer, model)
-    return Renderer(tokens.tokenizer, tokens.eos_tokens, model.template_options)
+    return Renderer(tokens.tokenizer, tokens.eos_tokens, model.template_options, pictures)
 
 
 def _check_readable(source: SourceConfig) -> None:
@@ -169,7 +182,18 @@ def _source_line(source: SourceConfig, *, color: bool) -> str:
 def _sequence(rendered: Rendered, renderer: Renderer, *, label: str, note: str, color: bool) -> list[str]:
     text = mask_text(rendered, renderer.exact_text, color=color)
     counts = f"{label}{len(rendered.tokens)} tokens, {rendered.num_trained} of them trained{note}"
-    return [counts, *(f"| {line}" for line in text.split("\n"))]
+    return [counts, *_picture_lines(rendered.images), *(f"| {line}" for line in text.split("\n"))]
+
+
+def _picture_lines(images: Sequence[PlacedImage]) -> list[str]:
+    """Say how many tokens each picture has, and which."""
+    lines = []
+    for number, placed in enumerate(images, start=1):
+        frames, rows, columns = placed.image.grid
+        grid = f"{rows} x {columns}" if frames == 1 else f"{frames} x {rows} x {columns}"
+        where = f"from token {placed.at[0]} to {placed.at[-1]}"
+        lines.append(f"picture {number}: {placed.image.num_tokens} image tokens {where}, of {grid} patches or crops")
+    return lines
 
 
 def mask_text(rendered: Rendered, decode: Callable[[Sequence[int]], str], *, color: bool) -> str:
@@ -225,9 +249,9 @@ def _first_task(source: SourceConfig) -> Task:
 def _prompt(task: Task, source: SourceConfig, renderer: Renderer) -> list[str]:
     messages, tools, note = opening(task, source)
     lines = [f"task {single_line(task.id, 80)} of {visible(source.path or source.name or source.type)}{note}"]
-    tokens = renderer.prompt(messages, tools or None)
-    lines.append(f"{len(tokens)} tokens")
-    text = visible(_shorten(renderer.exact_text(tokens), MOST_CHARS))
+    prompt = renderer.placed_prompt(messages, tools or None)
+    lines += [f"{len(prompt.tokens)} tokens", *_picture_lines(prompt.images)]
+    text = visible(_shorten(renderer.exact_text(prompt.tokens), MOST_CHARS))
     return [*lines, *(f"| {line}" for line in text.split("\n"))]
 
 

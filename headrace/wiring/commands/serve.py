@@ -36,12 +36,14 @@ from headrace.service.store.entities import ModelCard
 from headrace.service.store.journal import Journal, put, sqlite_file
 from headrace.service.store.ownership import MARKER, SET_ASIDE, claim
 from headrace.service.telemetry import Telemetry
+from headrace.service.wire.image_chunks import ImageChunks
 from headrace.storage import atomic_files
 from headrace.storage.folder_lock import LOCK, hold_folder
 from headrace.storage.hub import hub_name
 from headrace.wiring.build.models import fuse_cuda_layers
 from headrace.wiring.build.sinks import MetricOutputs, model_sink
 from headrace.wiring.commands.serve_references import make_rewards, open_references
+from headrace.wiring.picture_reader import OnDemandReader
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,8 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
         if config.reward_models:
             raise ConfigError("[[reward_models]] are for  headrace serve --reference: leave them out, or serve that")
         rewards = make_rewards(config, lm)
+        pictures = None if lm.vision is None else OnDemandReader(lm.source)
+        renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens, pictures=pictures)
         service = Service(
             host,
             card,
@@ -111,11 +115,11 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
             telemetry=telemetry,
             references=named,
             rewards=rewards,
+            images=ImageChunks(None if pictures is None else renderer),
         )
         access = Access(keys)
         outputs = MetricOutputs(config.metrics, collector=ServiceCollector(service, access))
         with contextlib.closing(host), contextlib.closing(outputs), contextlib.closing(telemetry):
-            renderer = Renderer(lm.tokenizer, eos_tokens=lm.eos_tokens)
             app = make_app(
                 service, access, flags=dict(config.flags), renderer=renderer, public_url=config.serve.public_url
             )
@@ -212,7 +216,7 @@ def _load(c: ServedModel, folder: Path) -> tuple[LanguageModel, str]:
         if not (folder / TINY / "config.json").is_file():
             _write_tiny(folder / TINY, seed=c.seed)
     device = choose_device(c.device)
-    lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device))
+    lm = load_model(path, device=device, dtype=choose_dtype(c.dtype, device), vision=c.vision)
     fuse_cuda_layers(lm)
     if Path(path).is_dir() and has_tokenizer(Path(path)):
         return lm, str(Path(path).absolute())

@@ -49,6 +49,7 @@ from headrace.wiring.epochs import describe_epochs, has_epochs, loaded_rows, wit
 from headrace.wiring.hub_commits import fetch_models, hub_commits, pin
 from headrace.wiring.input_files import read_record, record_inputs, record_rows
 from headrace.wiring.inputs import RunInputs
+from headrace.wiring.picture_reader import picture_conversation, reader_of, with_vision
 from headrace.wiring.preflight import check_resumed_files, preflight
 from headrace.wiring.resume import ResumePlan, StageCheckpoint, check_same_run, plan_resume
 from headrace.wiring.runtime.ranks import find_place, open_ranks
@@ -226,10 +227,12 @@ async def _train(
             )
         else:
             record_inputs(config, folder, start.hub)
-        inputs = preflight(config, plan, tokens)
+        pictures = None if served_tokens is not None else reader_of(config.model, model)
+        inputs = preflight(config, plan, tokens, pictures)
         if has_epochs(config):  # of a new run: a resumed one has recorded its rows
             config = _with_loaded_rows(config, inputs, folder)
             plan = plan_resume(config, folder, check_owner=lock.check)
+        config = with_vision(config, has_pictures=picture_conversation(inputs) is not None)
         async with open_ranks(config, threads=threads) as ranks:
             run = RunContext(
                 config=config,

@@ -37,6 +37,7 @@ from headrace.wiring.build.models import (
     whole,
 )
 from headrace.wiring.build.servers import make_fleet
+from headrace.wiring.picture_reader import reader_of
 from headrace.wiring.runtime.colocated import GpuTurns, make_turns, server_arguments
 from headrace.wiring.runtime.engine_replicas import make_engine_fleet
 
@@ -72,7 +73,9 @@ class LocalRuntime:
         plays = isinstance(stage, RlConfig | DistillConfig)
         longest = stage.max_episode_tokens if plays else stage.max_tokens
         self._longest = min(longest, self.lm.context)
-        self.renderer = Renderer(self.lm.tokenizer, self.lm.eos_tokens, config.model.template_options)
+        pictures = None if self.lm.vision is None else reader_of(config.model, self.lm.source)
+        options = config.model.template_options
+        self.renderer = Renderer(self.lm.tokenizer, self.lm.eos_tokens, options, pictures)
         shared = isinstance(stage, RlConfig) and stage.critic is not None and stage.critic.trunk == "shared"
         with ExitStack() as opened:
             self._worker = ComputeThread(threads=threads)

@@ -75,10 +75,14 @@ def test_the_legacy_numbers_serve_where_there_are_no_others() -> None:
     assert dict(read_forward(message).config) == {"clip_low_threshold": 0.5}
 
 
-def test_pictures_are_refused_by_name() -> None:
+def test_pictures_for_a_text_model_and_sounds_are_refused_by_name() -> None:
     message = proto.ForwardBackwardRequest(model_id="m", loss_fn="cross_entropy")
-    message.data.add().model_input.add().image.data = b"png"
-    with pytest.raises(RequestError, match="only text is served, not image"):
+    chunk = message.data.add().model_input.add()
+    chunk.image.data = b"png"
+    with pytest.raises(RequestError, match=r"datum 0: the base model reads text alone, .* type 'image'"):
+        read_forward(message)
+    chunk.dmel.dmel = b"sound"
+    with pytest.raises(RequestError, match="datum 0: only text and images are served, not dmel"):
         read_forward(message)
 
 
