@@ -30,7 +30,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from headrace.errors import ModelError
@@ -253,6 +254,16 @@ def stacked_names(names: set[str]) -> set[str]:
         kind = None if match is None else _MATRICES.get(match["matrix"])
         stacked.add(name if match is None or kind is None else f"{match['experts']}.{parts[kind]}")
     return stacked
+
+
+def keep_file_names(model: Any) -> None:
+    """Keep how the hub's files name a model's parameters, for `split_experts` after the model's class has changed.
+
+    transformers looks conversions up for its own classes alone, and FSDP gives a model another.
+    """
+    if getattr(model, "_weight_conversions", None) is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        model._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)] or None
 
 
 def split_experts(model: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

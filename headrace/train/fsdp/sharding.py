@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from headrace.model.cpu.packed_linear import PackedLinear
+from headrace.model.experts import keep_file_names
 from headrace.model.load import LanguageModel
 from headrace.model.supported import decoder_layers
 from headrace.train.fsdp.loading import read_parameters
@@ -56,6 +57,7 @@ def shard_model(lm: LanguageModel, mesh: DeviceMesh) -> None:
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
 
+    keep_file_names(model)
     for layer in decoder_layers(model):  # whole until it is sharded
         read(layer)
         fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=placement, reshard_after_forward=not alone)

@@ -82,6 +82,7 @@ def test_a_state_goes_on_on_another_number_of_ranks(
         {"variant": "gpt2", "lora_rank": 2, "lora_targets": ("c_attn", "c_fc", "c_proj")},
         pytest.param({"variant": "qwen3_5_text"}, marks=slow),
         pytest.param({"variant": "qwen3_next"}, marks=slow),
+        pytest.param({"variant": "nemotron_h"}, marks=slow),
     ],
     ids=[
         "untied",
@@ -93,6 +94,7 @@ def test_a_state_goes_on_on_another_number_of_ranks(
         "gpt2 with lora",
         "qwen3_5",
         "qwen3_next",
+        "nemotron_h",
     ],
 )
 def test_the_folder_is_that_of_one_process(kind: dict[str, Any], tmp_path: Path) -> None:
@@ -117,6 +119,7 @@ def test_the_folder_is_that_of_one_process(kind: dict[str, Any], tmp_path: Path)
         "gemma3_text": "Gemma3ForCausalLM",
         "gemma4_text": "Gemma4ForCausalLM",
         "gpt2": "GPT2LMHeadModel",
+        "nemotron_h": "NemotronHForCausalLM",
         "qwen3_5_text": "Qwen3_5ForCausalLM",
         "qwen3_next": "Qwen3NextForCausalLM",
     }
