@@ -36,7 +36,8 @@ def rotary_positions(length: int, images: Sequence[PlacedImage], *, merge: int) 
 
 def rotary_shift(positions: IntArray) -> int:
     """Return what to add to the index of a token behind a sequence to get its position."""
-    return int(positions.max(initial=-1)) + 1 - positions.shape[1]
+    furthest, length = int(positions.max(initial=-1)), int(positions.shape[1])
+    return furthest + 1 - length
 
 
 def image_fault(images: Sequence[PlacedImage], length: int, *, merge: int | None) -> str | None:

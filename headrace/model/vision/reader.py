@@ -96,7 +96,7 @@ class ProcessorReader:
 
     def _process(self, picture: Picture, **options: Any) -> Any:
         """Decode a picture and run the image processor. Raises PictureError on bytes that are no picture."""
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         name = picture.name or "a picture"
         with boundary(PictureError, f"{name} cannot be decoded"):
@@ -108,7 +108,7 @@ class ProcessorReader:
                             "make it smaller"
                         )
                     image = (ImageOps.exif_transpose(opened) or opened).convert("RGB")
-            except Image.UnidentifiedImageError as exc:
+            except UnidentifiedImageError as exc:
                 raise PictureError(f"{name} is no picture that Pillow can decode") from exc
         with boundary(
             PictureError, f"{name} of {image.width} x {image.height} pixels cannot be prepared for the model"

@@ -50,7 +50,7 @@ def write_tiny_vision_model(
 ) -> None:
     """Write a small vision-language model as a Hugging Face folder, to try things out with."""
     tokenizer = make_tokenizer(words)
-    marks = IDEFICS_MARKS if model_type in IMAGE else QWEN_MARKS
+    marks: tuple[str, ...] = IDEFICS_MARKS if model_type in IMAGE else QWEN_MARKS
     if model_type in IMAGE:
         marks += tuple(f"<row_{row}_col_{column}>" for row in range(1, CROPS + 1) for column in range(1, CROPS + 1))
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks], special_tokens=True)
@@ -144,7 +144,7 @@ def _qwen_text(model_type: str, head: int) -> dict[str, Any]:
 def _qwen_tower(model_type: str, width: int, layers: int, patch: int) -> dict[str, Any]:
     if model_type == "qwen2_5_vl":
         return {"out_hidden_size": width, "window_size": 4 * patch, "fullatt_block_indexes": [layers - 1]}
-    more = {"out_hidden_size": width, "num_position_embeddings": 64}
+    more: dict[str, Any] = {"out_hidden_size": width, "num_position_embeddings": 64}
     if model_type == "qwen3_vl":
         more["deepstack_visual_indexes"] = [0]
     return more
