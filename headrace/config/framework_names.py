@@ -95,6 +95,14 @@ FRAMEWORK_NAMES: tuple[ForeignName, ...] = (
     _areal("BaseExperimentConfig", at="headrace.config.schema.Config", note="the whole file"),
     _areal("load_expr_config", at="headrace.config.load_config"),
     _areal("rlvr", "rl.tasks", "rl.rewards", note="prompts with a reward that verifies the answer"),
+    _areal(
+        "vision_rlvr",
+        "model.vision",
+        "rl.tasks",
+        "rl.rewards",
+        at="examples/vision_rl.toml",
+        note="tasks with a column `images` (docs/data.md)",
+    ),
     _areal("gsm8k_grpo_segment_wise.yaml", at="examples/gsm8k_segment_wise.toml"),
     # --- reward-kit: rewards of steps, GiGPO
     _reward_kit(

@@ -124,7 +124,7 @@ def test_a_foreign_name_is_answered_with_ours(text: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "sentence"),
     [
-        ("loss", "'enhanced_ppo'", "it is an algorithm: write 'rl.algorithm = \"enhanced_ppo\"'"),
+        ("loss", "'enhanced_ppo'", "did you mean 'rl.algorithm = \"enhanced_ppo\"'?"),
         ("loss", "'enhanced_ppo_loss'", "this is Signal's name; write 'rl.algorithm = \"enhanced_ppo\"'"),
         ("loss", "'grpo_loss'", "this is rollouts's name; write 'rl.algorithm = \"grpo\"'"),
         ("credit", "'gae'", "this is verl's name; write 'rl.credit = \"token_gae\"' (with a table [rl.critic])"),

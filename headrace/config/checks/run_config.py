@@ -590,8 +590,6 @@ def _name_problems(key: str, name: str, known: Collection[str]) -> Iterator[str]
     elif name not in known:
         close = near_name(name, known)
         instead = f"there are {', '.join(sorted(known))}" if close is None else f'did you mean "{close}"?'
-        if name in ALGORITHMS:
-            instead = f"it is an algorithm: write 'rl.algorithm = \"{name}\"'"
         yield f"'{key}' is \"{name}\", which is not known; {foreign_value_hint(key, name) or instead}"
 
 
