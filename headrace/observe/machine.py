@@ -30,6 +30,7 @@ OPTIONAL: Mapping[str, str] = {
     "datadog": "metrics in Datadog",
     "pynvml": "how busy a GPU is, in the metrics",
     "pyarrow": "Parquet sources",
+    "PIL": "pictures in tasks and messages",
     "datasets": "saved Hugging Face dataset folders",
     "reasoning_gym": "reasoning-gym tasks",
     "gymnasium": 'the environment "gymnasium"',

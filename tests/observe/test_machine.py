@@ -52,6 +52,7 @@ def test_doctor_looks_for_the_packages_of_every_extra() -> None:
         "datadog": {"datadog"},
         "gpu": {"pynvml"},
         "parquet": {"pyarrow"},
+        "vision": {"PIL"},
         "datasets": {"datasets"},
         "envs": {"reasoning_gym", "gymnasium", "textarena", "textworld"},
         "verifiers": {"verifiers"},

@@ -19,7 +19,8 @@ from headrace.infer.servers.transfer.buckets import BUCKET_BYTES
 from headrace.infer.servers.vllm import EMPTY_DIGEST
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, int_array
 from support.processes import alive, descendants
-from support.real_vllm import CONTEXT, LONG, VOCABULARY, Trained, sampling, trained
+from support.real_vllm import CONTEXT, LONG, VOCABULARY, Trained, trained
+from support.server_samplers import sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -12,7 +12,8 @@ from headrace.model.load import fingerprint
 from headrace.protocols import Sampler
 from headrace.types import SharedWeights, WeightsHandle, int_array
 from support.implementations import SamplerCase
-from support.real_vllm import CONTEXT, LONG, sampling, servable_model, trained
+from support.real_vllm import CONTEXT, LONG, servable_model, trained
+from support.server_samplers import sampling
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -31,6 +31,7 @@ from headrace.types import FloatArray, IntArray, float_array
 
 VOCABULARY, WIDTH, BLOCK = 32, 8, 128
 CONTEXT = 256
+LONG, HALFWAY, HALT_S = 200, 100, 2.0  # tokens, tokens, and for how long a long request halts on its way
 MEET = timedelta(seconds=120)
 
 
@@ -111,6 +112,7 @@ class FakeVllm:
     version: str = "default"
     paused: asyncio.Event = field(default_factory=asyncio.Event)
     resumed: asyncio.Event = field(default_factory=asyncio.Event)
+    pauses: int = 0
     aborts: int = 0  # counts aborts; a request that began before the last one ends
     prefixes: dict[bytes, Any] = field(default_factory=dict)  # logits after a cached prompt
     log: list[str] = field(default_factory=list)  # routes that were called
@@ -139,8 +141,16 @@ class FakeVllm:
             table = table + self.adapters[name]
         return table[list(tokens)]
 
+    async def _wait_for_pause(self, seen: int) -> None:
+        """Halt a long request until more pauses than `seen` came, so that a test can interrupt it before its end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HALT_S):
+                while self.pauses == seen and not self.faults.dead:  # noqa: ASYNC110
+                    await asyncio.sleep(0.002)
+
     def sleep(self, level: int) -> None:
         self.resumed.clear()
+        self.pauses += 1
         self.aborts += 1
         self.prefixes.clear()
         self.asleep = {"weights", "kv_cache"}
@@ -191,12 +201,14 @@ class FakeVllm:
     async def generate(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield one choice for each token, as a stream does."""
         params, tokens, name = body["sampling_params"], list(body["token_ids"]), body["model"]
-        began, spans = self.aborts, list[dict[str, Any]]()
+        began, pauses, spans = self.aborts, self.pauses, list[dict[str, Any]]()
         numbers = np.random.default_rng(params["seed"])
         temperature, key = params["temperature"], np.array(tokens, dtype=np.int32).tobytes() + name.encode()
         self.running += 1
         try:
             for number in range(params["max_tokens"]):
+                if number == HALFWAY and params["max_tokens"] >= LONG:
+                    await self._wait_for_pause(pauses)
                 while not self.resumed.is_set():
                     await asyncio.sleep(0.002)
                     if self.aborts > began:
@@ -311,6 +323,7 @@ def make_fake_app(state: FakeVllm) -> FastAPI:
     @app.post("/pause")
     async def pause(mode: str = "abort") -> Any:
         state.resumed.clear()
+        state.pauses += 1
         if mode == "abort" and not state.faults.aborts_nothing:
             state.aborts += 1
         return {"status": "paused"}

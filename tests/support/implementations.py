@@ -1,5 +1,6 @@
 """Every implementation of every protocol that the contract tests run against; a new one is added here and only here."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.hf_generate import GenerateSampler
+from headrace.infer.servers.replicas import ReplicaSampler
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.lora import add_lora
 from headrace.observe.sinks.gpu import GpuMetricsSink
@@ -26,11 +28,11 @@ from headrace.protocols import MetricSink, Sampler, TrainBackend
 from headrace.service.client import ServiceBackend, ServiceSampler
 from headrace.testing import FakeBackend, FakeSampler, MemorySink
 from headrace.train.torch_backend import TorchBackend
-from headrace.types import IntArray, SharedWeights, WeightsHandle, int_array
+from headrace.types import IntArray, SampleRequest, SamplingParams, SharedWeights, WeightsHandle, int_array
 from support.engine_replicas import open_engines
 from support.fsdp import contract_backend
 from support.served_model import remote_model, remote_service
-from support.server_samplers import open_fleet
+from support.server_samplers import open_fleet, sampling
 
 VOCABULARY = 32
 CONTEXT = 256
@@ -142,6 +144,17 @@ def _table_weights(sampler: Sampler) -> WeightsHandle:
     return SharedWeights(fingerprint="table-0")
 
 
+async def _server_begun(sampler: Sampler, calls: int) -> None:
+    assert isinstance(sampler, ReplicaSampler)
+    await sampling(sampler, calls=calls)
+
+
+async def _replicas_begun(sampler: Sampler, calls: int) -> None:
+    """Sample at each of two engines: short calls go to the one with less to do."""
+    params = SamplingParams(max_tokens=4, stop_tokens=())
+    await asyncio.gather(*[sampler.sample(SampleRequest(prompt=int_array([3, 7, 4]), params=params)) for _ in range(4)])
+
+
 @asynccontextmanager
 async def _engine_replicas(*, processes: bool = False) -> AsyncIterator[Sampler]:
     async with open_engines(tiny_model, processes=processes) as opened:
@@ -155,14 +168,17 @@ SAMPLERS: Sequence[Any] = (  # cases, slow ones as parameters
     SamplerCase(name="embedded", open=_embedded_engine, oversized=TOO_LONG, handle=_own_weights),
     SamplerCase(name="generate", open=_generate_sampler, oversized=TOO_LONG, handle=_tiny_weights, batched=False),
     SamplerCase(name="service", open=_service_sampler, oversized=TOO_LONG, handle=_snapshot, batched=False),
-    SamplerCase(name="vllm-fake", open=_vllm_sampler, oversized=TOO_LONG, handle=_table_weights),
-    SamplerCase(name="engine-replicas", open=_engine_replicas, oversized=TOO_LONG, handle=_tiny_weights),
+    SamplerCase(name="vllm-fake", open=_vllm_sampler, oversized=TOO_LONG, handle=_table_weights, begun=_server_begun),
+    SamplerCase(
+        name="engine-replicas", open=_engine_replicas, oversized=TOO_LONG, handle=_tiny_weights, begun=_replicas_begun
+    ),
     pytest.param(
         SamplerCase(
             name="engine-processes",
             open=partial(_engine_replicas, processes=True),
             oversized=TOO_LONG,
             handle=_tiny_weights,
+            begun=_replicas_begun,
         ),
         marks=pytest.mark.slow,
     ),

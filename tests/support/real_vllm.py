@@ -89,16 +89,6 @@ def launched(folder: Path, logs: Path, *, lora_ranks: Sequence[int] = (0,)) -> I
         yield servers
 
 
-async def sampling(sampler: ReplicaSampler, *, calls: int = 1, tokens: int = 1) -> None:
-    """Wait until so many open calls have so many tokens each."""
-    async with asyncio.timeout(120):
-        while (  # noqa: ASYNC110
-            sum(len(stream.tokens) >= tokens for replica in sampler.usable for stream in replica.sampler.open_streams)
-            < calls
-        ):
-            await asyncio.sleep(0.001)
-
-
 @dataclass
 class Trained:
     """A trainer, and the sampler that is given its weights."""

@@ -1,5 +1,6 @@
 """Samplers over fake servers that answer as vLLM does."""
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -73,3 +74,13 @@ async def open_fleet(
         if start:
             await sampler.start(fleet.handle)
         yield fleet
+
+
+async def sampling(sampler: ReplicaSampler, *, calls: int = 1, tokens: int = 1) -> None:
+    """Wait until so many open calls have so many tokens each."""
+    async with asyncio.timeout(120):
+        while (  # noqa: ASYNC110
+            sum(len(stream.tokens) >= tokens for replica in sampler.usable for stream in replica.sampler.open_streams)
+            < calls
+        ):
+            await asyncio.sleep(0.001)

@@ -9,7 +9,7 @@ import pytest
 from headrace.errors import SamplerError
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, int_array
 from support.fake_vllm import Faults
-from support.server_samplers import Fleet, open_fleet
+from support.server_samplers import Fleet, open_fleet, sampling
 
 
 def request_of(max_tokens: int, *, seed: int = 0, first: int = 3, after: Completion | None = None) -> SampleRequest:
@@ -108,7 +108,7 @@ async def test_an_abort_that_aborts_nothing_still_interrupts(monkeypatch: pytest
     async with open_fleet() as fleet:
         fleet.servers[0].faults.aborts_nothing = True
         task = asyncio.create_task(fleet.sampler.sample(request_of(200)))
-        await _until_sampling(fleet)
+        await sampling(fleet.sampler)
         await fleet.sampler.pause(interrupt=True)
         partial = await task
         assert partial.stop is StopReason.INTERRUPTED
@@ -162,7 +162,7 @@ async def test_the_last_server_that_dies_ends_sampling_with_a_sentence() -> None
 async def test_frozen_requests_go_on_with_their_keys_and_values() -> None:
     async with open_fleet(hold=True) as fleet:
         task = asyncio.create_task(fleet.sampler.sample(request_of(200, seed=4)))
-        await _until_sampling(fleet)
+        await sampling(fleet.sampler)
         await fleet.sampler.pause(interrupt=True)
         partial = await task
         assert partial.stop is StopReason.INTERRUPTED
@@ -210,11 +210,3 @@ async def test_two_versions_are_never_mixed_up_when_a_repair_meets_a_publish() -
             for completion in completions:
                 assert completion.versions.tolist() == [version] * 6
                 await assert_sampled_by_trainer(fleet, completion)
-
-
-async def _until_sampling(fleet: Fleet) -> None:
-    async with asyncio.timeout(20):
-        while not any(  # noqa: ASYNC110
-            stream.tokens for replica in fleet.sampler.usable for stream in replica.sampler.open_streams
-        ):
-            await asyncio.sleep(0.001)
