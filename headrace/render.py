@@ -479,8 +479,10 @@ def _rendered(
     weighted: bool,
     images: Sequence[PlacedImage] = (),
 ) -> Rendered:
-    cut = next((int(placed.at[0]) for placed in images if max_tokens is not None and placed.at[-1] >= max_tokens), None)
-    max_tokens = max_tokens if cut is None else cut  # before a picture that is not whole
+    cut = None
+    if max_tokens is not None:  # before a picture that is not whole, or that would end the sequence: see `datum.shift`
+        cut = next((int(placed.at[0]) for placed in images if placed.at[-1] >= max_tokens - 1), None)
+    max_tokens = max_tokens if cut is None else cut
     mask = np.array(weights[:max_tokens], dtype=np.float64) != 0
     mask.setflags(write=False)
     return Rendered(

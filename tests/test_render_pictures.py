@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_render import make_tokenizer
 
+from headrace.algo.datum import conversation_datum
 from headrace.errors import DataError, ModelError
 from headrace.pictures import PICTURE_MARK, Picture
 from headrace.render import PlacedTokens, Renderer
@@ -99,8 +100,13 @@ def test_training_sequences_have_pictures_and_masks_and_are_cut_before_a_picture
     [cut] = renderer.conversation(talk, max_tokens=int(second[2]))
     assert len(cut.tokens) == second[0]
     assert [placed.image.num_tokens for placed in cut.images] == [2]
-    [fits] = renderer.conversation(talk, max_tokens=int(second[-1]) + 1)
+    [last] = renderer.conversation(talk, max_tokens=int(second[-1]) + 1)
+    assert len(last.tokens) == second[0], "a picture that would end the sequence, which no input may be"
+    assert last.truncated
+    conversation_datum(last.tokens, last.trained, last.images)
+    [fits] = renderer.conversation(talk, max_tokens=int(second[-1]) + 2)
     assert len(fits.images) == 2
+    conversation_datum(fits.tokens, fits.trained, fits.images)
     with pytest.raises(DataError, match="a turn of the assistant has a picture"):
         renderer.conversation([user("a"), Message(role="assistant", content=PICTURE_MARK, images=(TWO,))])
 

@@ -225,9 +225,9 @@ class MicroBatchRunner:
             for datum in batch
         ]
         recorded_TLK = torch.full((len(layout.tokens), *self._routing), -1, dtype=torch.long)
-        # in reverse, so that a shared token has the experts of the first sequence
-        places = torch.tensor(layout.place, dtype=torch.long).flip(0)
-        recorded_TLK[places] = torch.from_numpy(np.concatenate(laid_out)).long().flip(0)
+        # a shared token has the experts of the first sequence; which of several writes to one place torch keeps is open
+        places, first = np.unique(np.asarray(layout.place), return_index=True)
+        recorded_TLK[torch.from_numpy(places)] = torch.from_numpy(np.concatenate(laid_out)[first]).long()
         return to_device(recorded_TLK, self.lm.device)
 
     def compute(

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from headrace.algo.packing import build_prefix_tree
 from headrace.infer.engine import EmbeddedEngine
 from headrace.metrics import metric_values
+from headrace.model.experts import routing_shape
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_tokenizer
-from headrace.train.torch_backend import TorchBackend
+from headrace.train.micro_batch import MicroBatchRunner
+from headrace.train.torch_backend import TorchBackend, make_optimizer
 from headrace.types import (
     Completion,
     Datum,
@@ -167,6 +170,42 @@ def test_training_replays_the_experts_of_the_sampler_and_trains_the_router(recom
     recorded = {tuple(map(tuple, rows.tolist())) for each in data for rows in each.experts}  # type: ignore[union-attr]
     laid_out = torch.stack(used[:2], dim=1)
     assert {tuple(map(tuple, rows)) for rows in laid_out.tolist()} == recorded
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_shared_token_is_sent_to_the_experts_of_its_first_sequence_however_many_threads_torch_has(
+    threads: int,
+) -> None:
+    """With two threads, torch writes repeated places of an index in no fixed order."""
+    num_tokens, sequences = 20_000, 6
+    lm = mixture()
+    runner = MicroBatchRunner(
+        lm, make_optimizer(lm), chunk_tokens=64, score_everything=False, scalar_head=None, value_head=None
+    )
+    routers, choices = routing_shape(lm.model) or (0, 0)
+    inputs = int_array([5] * num_tokens)
+    data = [
+        Datum(
+            inputs=inputs,
+            targets=inputs,
+            arrays={},
+            experts=np.full((num_tokens, routers, choices), index, dtype=np.int16),
+        )
+        for index in range(sequences)
+    ]
+    layout = build_prefix_tree([inputs] * sequences, shortest=8)
+    assert len(layout.tokens) == num_tokens + sequences - 1, "all but the last token is shared"
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        replayed = [runner._recorded_experts(data, layout) for _ in range(3)]
+    finally:
+        torch.set_num_threads(before)
+    last = list(range(1, sequences))
+    for each in replayed:
+        assert each is not None
+        assert not each[:num_tokens].any()
+        assert each[num_tokens:, 0, 0].tolist() == last
 
 
 def test_without_a_record_the_router_chooses_anew() -> None:
