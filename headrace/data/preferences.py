@@ -66,7 +66,7 @@ def first_preference(source: DataSource, *, base: Path | None = None) -> Prefere
     what = source.path or source.name or source.type
     for row in read_rows(source, base=base):
         if pick(row, source.columns, "label") is not None:
-            return _to_labelled(row, source.columns, source.system)
+            return _to_labelled(row, source.columns, source.system, FormatLog(what))
         return _to_pair(row, source.columns, source.system, FormatLog(what))
     raise DataError(f"{what} has no rows: there is nothing to train on")
 
@@ -98,12 +98,15 @@ def _labelled(
     if pick(first, columns, "label") is None and pick(first, columns, "chosen") is not None:
         return unpaired(_pairs(rest, columns=columns, system=system, what=what))
     _check_columns(columns, LABELLED_COLUMNS)
-    return [_to_labelled(row, columns, system) for row in rest]
+    log = FormatLog(what)
+    replies = [_to_labelled(row, columns, system, log) for row in rest]
+    log.write()
+    return replies
 
 
-def _to_labelled(row: DataRow, columns: Mapping[str, str], system: str | None) -> LabelledReply:
+def _to_labelled(row: DataRow, columns: Mapping[str, str], system: str | None, log: FormatLog) -> LabelledReply:
     _refuse_pictures(row)
-    prompt, label = pick(row, columns, "prompt"), pick(row, columns, "label")
+    prompt, label = _prompt_column(row, columns), pick(row, columns, "label")
     there = ", ".join(row.columns) or "none"
     if prompt is None or label is None:
         raise DataError(
@@ -114,6 +117,7 @@ def _to_labelled(row: DataRow, columns: Mapping[str, str], system: str | None) -
         raise DataError(f"{row.place}: the label must be true or false, this is {value!r}")
     start = with_system(parse_prompt(row.columns[prompt], row.place), system)
     reply = _after(start, _side(row, columns, "completion"))
+    log.add("labelled replies", row, (prompt, pick(row, columns, "completion"), label))
     if not start or start[-1].role == "assistant":
         raise DataError(f"{row.place}: the prompt must end before the assistant's turn")
     if not reply or reply[-1].role != "assistant":
@@ -152,9 +156,7 @@ def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None, log: 
     """Make a pair of a row. Without a prompt both sides are whole conversations, given as messages; so are sides that
     begin with the messages of the prompt."""
     _refuse_pictures(row)
-    prompt = pick(row, columns, "prompt")
-    if prompt is None:
-        prompt = next((name for name in PROMPTS if isinstance(row.columns.get(name), str)), None)
+    prompt = _prompt_column(row, columns)
     start = () if prompt is None else parse_prompt(row.columns[prompt], row.place)
     sides = [
         with_system((*start, *_after(start, _side(row, columns, name))), system) for name in ("chosen", "rejected")
@@ -173,6 +175,11 @@ def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None, log: 
     if sides[0] == sides[1]:
         raise DataError(f"{row.place}: chosen and rejected are the same, so neither is better: leave the row out")
     return PreferencePair(chosen=sides[0], rejected=sides[1], margin=_margin(row, columns))
+
+
+def _prompt_column(row: DataRow, columns: Mapping[str, str]) -> str | None:
+    prompt = pick(row, columns, "prompt")
+    return prompt or next((name for name in PROMPTS if isinstance(row.columns.get(name), str)), None)
 
 
 def _refuse_pictures(row: DataRow) -> None:

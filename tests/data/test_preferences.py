@@ -1,6 +1,7 @@
 """Rows with prompt, chosen and rejected become pairs of whole conversations, or one sentence says what is wrong."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,18 @@ def test_labelled_replies_of_texts_and_messages() -> None:
     good, bad = labelled_from_rows(rows)
     assert (good.prompt, good.reply, good.label) == ((USER,), (said("4"),), True)
     assert (bad.prompt, bad.reply, bad.label) == ((USER,), (said("5"),), False)
+
+
+def test_the_log_says_what_of_labelled_replies_was_read_and_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    row = {"question": "2 + 2 =", "completion": "4", "label": True, "hint": "count", "id": 7}
+    with caplog.at_level(logging.INFO):
+        [reply] = labelled_from_rows([row])
+    assert reply.prompt == (USER,)
+    read, dropped = (record.getMessage() for record in caplog.records)
+    assert read == (
+        "1 row of the iterable read as labelled replies: columns question, completion, label; not used: hint, id"
+    )
+    assert dropped.startswith("the iterable: nothing is learned from what is in hint, which is not used")
 
 
 def test_pairs_become_good_replies_and_then_bad_ones() -> None:
