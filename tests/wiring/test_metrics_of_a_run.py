@@ -146,6 +146,14 @@ def test_an_alert_whose_metric_never_came_is_told_of(tmp_path: Path, caplog: pyt
     ]
 
 
+def test_a_run_without_a_record_says_nothing_about_alerts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = load_config(CONFIG, file="run.toml", overrides=["metrics.sinks=[]"])
+    outputs = MetricOutputs(config.metrics)
+    outputs.sinks(stage_source(config, tmp_path / "small_1", stage="sft", start=0))
+    outputs.close()
+    assert caplog.messages == []
+
+
 def test_a_webhook_may_be_named_by_an_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     alerts = (AlertConfig(metric="loss/total", above=1.0, webhook="env:HEADRACE_TEST_HOOK"),)
     monkeypatch.delenv("HEADRACE_TEST_HOOK", raising=False)

@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from headrace.observe.dashboard.lanes import ActivityLine, parse_lines
 from headrace.observe.dashboard.tail import TailedFile
 from headrace.observe.report.run_report import (
     STAGE_NAMES,
+    Bar,
     headline,
     held_out_losses,
     held_out_rewards,
@@ -168,6 +169,9 @@ class FollowedRun:
             if self.folder.warnings.exists():
                 warnings = [asdict(warning) for warning in read_warnings(self.folder.warnings)]
         bars = headline(records, {})
+        planned = listed.steps if listed.stage == stage and listed.state != "finished" else None
+        if planned is not None and columns.last is not None and columns.last[1] < planned:
+            bars = tuple(_so_far(bar) if bar.style == stage else bar for bar in bars)
         return {
             **asdict(listed),
             "stages": [[name, STAGE_NAMES.get(name, name)] for name in columns.stages],
@@ -234,6 +238,12 @@ def _headline_records(columns: MetricColumns) -> list[MetricRecord]:
     order = {stage: place for place, stage in enumerate(columns.stages)}
     places = sorted(by_place, key=lambda place: (order[place[0]], place[1]))
     return [MetricRecord(step=step, stage=stage, values=by_place[stage, step]) for stage, step in places]
+
+
+def _so_far(bar: Bar) -> Bar:
+    """Label a result of a stage that is not over: "SFT so far" instead of "After SFT"."""
+    name = bar.label.removeprefix("After ")
+    return replace(bar, label=f"{name[:1].upper()}{name[1:]} so far")
 
 
 def _held_out(records: list[MetricRecord]) -> list[str]:

@@ -73,8 +73,8 @@ def judge(rule: AlertRule, state: AlertState, value: float) -> tuple[AlertState,
 class AlertSink:
     """Applies alert rules to the records of one stage.
 
-    Every message contains `about`. The caller closes the webhooks. The rules' metrics that occur in records are added
-    to `seen_metrics`, which sinks of other stages may share.
+    Every message contains `about`. The caller closes the webhooks. The metrics that occur in records are added to
+    `seen_metrics`, which sinks of other stages may share.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class AlertSink:
         self._seen_metrics = seen_metrics
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._seen_metrics.update(values)
         for number, rule in enumerate(self._rules):
             if rule.metric in values:
-                self._seen_metrics.add(rule.metric)
                 value = float(values[rule.metric])
                 self._states[number], fires = judge(rule, self._states[number], value)
                 if fires:

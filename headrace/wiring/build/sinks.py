@@ -55,7 +55,7 @@ class MetricOutputs:
         self._gauges = Gauges() if collector is None else None
         self._rules = [_rule(number, alert) for number, alert in enumerate(metrics.alerts)]
         self._webhooks = {url: Webhook(url) for url in {rule.webhook for rule in self._rules} if url is not None}
-        self._seen = set[str]()  # metrics of alerts that were in a record
+        self._seen = set[str]()  # metrics that were in a record
         named = "datadog" in metrics.sinks
         self._datadog = DatadogAgent(metrics.datadog.host, metrics.datadog.port) if named else None
         self.exporter: Exporter | None = None
@@ -79,7 +79,7 @@ class MetricOutputs:
         return named
 
     def close(self) -> None:
-        for metric in sorted({rule.metric for rule in self._rules} - self._seen):
+        for metric in sorted({rule.metric for rule in self._rules} - self._seen) if self._seen else ():
             logger.warning("no record had '%s', so its alert could not fire: docs/metrics.md has the names", metric)
         for webhook in self._webhooks.values():
             webhook.close()

@@ -135,6 +135,15 @@ def test_held_out_losses_and_rewards_are_results_in_the_words_of_the_report(sums
         ]
 
 
+def test_a_held_out_result_of_a_stage_that_still_trains_is_not_its_last(sums: Sums, dashboard: Dashboard) -> None:
+    run = sums()
+    with dashboard() as url:
+        for step, label in ((6, "RL so far"), (40, "After RL")):
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"stage": "rl", "step": step, "eval/pass@1": 0.5}) + "\n")
+            assert [bar["label"] for bar in get(url, f"/api/run/{RUN}")[2]["bars"]] == [label]
+
+
 def test_two_runs_are_compared(sums: Sums, dashboard: Dashboard) -> None:
     sums()
     other = sums("other_2026-03-02T12-00-00Z")

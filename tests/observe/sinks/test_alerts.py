@@ -109,7 +109,7 @@ def test_an_alert_is_a_line_in_the_log_and_a_message(caplog: pytest.LogCaptureFi
         webhook.close()
         message = bodies.get(timeout=LIMIT_S)
         assert bodies.empty()
-    assert seen == {"train/grad_norm", "reward/mean"}
+    assert seen == {"train/grad_norm", "reward/mean", "eval/pass@1"}
     assert [record.getMessage() for record in caplog.records] == [
         "alert: rl, step 2: train/grad_norm is nan; this alert is for train/grad_norm above 10 for 2 records in a row",
         "alert: rl, step 2: reward/mean is 0.05; this alert is for reward/mean below 0.1",

@@ -105,6 +105,15 @@ def test_cells_show_the_advantage_or_the_steps_own(tab: Tab, page: Path) -> None
     assert tab.ask(look) == ["rgb(249, 203, 197)", "-0.792"]
 
 
+def test_a_tool_call_is_read_in_its_cell_where_few_steps_leave_room(tab: Tab, page: Path) -> None:
+    tab.open(page)
+    act, last = "document.querySelector('.cell .act')", "document.querySelector('.matrix .at:last-child')"
+    tab.ask(f"""{act}.textContent = 'calculator(expression="19+3") -> 22'""")
+    assert tab.ask(f"{act}.clientWidth") < 150, "four steps stay in sight together"
+    tab.ask(f"{last}.remove()")  # three are left
+    assert tab.ask(f"{act}.scrollWidth <= {act}.clientWidth")
+
+
 def test_an_address_brings_its_step_or_state_into_sight(tab: Tab, page: Path) -> None:
     tab.open(page, address="#e-1-1-0")
     assert (seen(tab, ".group"), seen(tab, ".episode"), seen(tab, ".step[open]")) == (["g-1"], ["e-1-1"], ["e-1-1-0"])
