@@ -83,12 +83,14 @@ def _log_alignment(
         return
     outputs = checked.get("step_outputs")
     taken = "none" if outputs is None else ", ".join(f"{o['step_index']!r}: {o['base_reward']:g}" for o in outputs)
+    parts = ", ".join(f"{name} {number:g}" for name, number in checked["parts"].items())
     rewards = steps if steps is not None else (*(0.0,) * (len(episode.steps) - 1), checked["score"])
     logger.debug(
-        "reward %s of episode %s: score %g, step outputs %s -> r_t %s",
+        "reward %s of episode %s: score %g%s, step outputs %s -> r_t %s",
         term,
         episode.id,
         checked["score"],
+        f", metrics {single_line(parts, LOGGED_CHARS)}" if parts else "",
         single_line(taken, LOGGED_CHARS),
         " ".join(f"{reward:g}" for reward in rewards),
     )

@@ -95,7 +95,9 @@ def test_they_are_in_the_rollout_files_and_load_back_equal(run: Path, tmp_path: 
 def test_they_are_in_the_log_with_what_the_aligner_made_of_them(run: Path) -> None:
     log = (run / "log.txt").read_text(encoding="utf-8")
     line = next(line for line in log.splitlines() if "DEBUG headrace.reward.alignment" in line)
-    assert line.endswith("reward referee of episode 0/0: score 0.5, step outputs 1: 0, 3: 0.5 -> r_t 0 0.5")
+    assert line.endswith(
+        "reward referee of episode 0/0: score 0.5, metrics calm 0.25, step outputs 1: 0, 3: 0.5 -> r_t 0 0.5"
+    )
     assert "reward referee of episode 0/0: reason 'the door stayed shut', metrics {'calm': {'reason': 'no sh" in log
     assert "reward referee of episode 0/0, step 1: reason 'move 1 <b>', metrics {'distance': 2}" in log
 
