@@ -113,6 +113,17 @@ def test_a_name_is_listed_once() -> None:
         ("[rl]\nStepOutput = 1", "there is no such key here: see 'headrace.reward.compat.models.StepOutput'"),
         ("[rl]\nSignalFuture = 1", "there is no such key here: see 'headrace.service.client.RequestFuture' (awaited"),
         ("[rl]\nbaseline = 0.5", "write 'rl.credit = \"reinforce\"' or 'rl.credit_params' ({ baseline = 0.5 })"),
+        (
+            "[rl]\nrollout_queue = 1",
+            "this is AReaL's name; there is no such key here: see 'headrace/rollout/executor/ready",
+        ),
+        ("[rl]\nbase_rewards = 1", "see 'headrace.types.Reward' (its `steps`, one for each step)"),
+        ("[rl]\ncheckpoint_dir = 'a'", "write 'run.folder' (checkpoints are in the folder of the run)"),
+        ("[rl]\nRLOOActor = 1", "this is retrain's name; write 'rl.algorithm = \"rloo\"' (one implementation for all"),
+        (
+            "[rl]\nrl_metrics = true",
+            "there is no such key here: see 'docs/metrics.md' (among the metrics of an answer)",
+        ),
     ],
 )
 def test_a_foreign_name_is_answered_with_ours(text: str, sentence: str) -> None:
