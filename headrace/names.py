@@ -31,6 +31,7 @@ LOSSES = (
     "reference_kl_k1_k2", "reference_kl_k2", "reference_kl_k3", "reference_kl_k3_k2", "reference_kl_weighted",
     "sampler_kl", "entropy_bonus",
 )  # fmt: skip
+PREFERENCE_LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")  # of `dpo.loss`
 # of `rl.weighting`
 WEIGHTINGS = (
     "token_sum", "token_mean", "sequence_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm",

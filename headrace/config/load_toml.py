@@ -16,11 +16,11 @@ from headrace.config.aliases import OLD_KEYS, new_key, old_names_in, use_new_nam
 from headrace.config.foreign_names import foreign_hint
 from headrace.config.introspect import describe, field_type, keys, table_class, toml_name
 from headrace.config.lengths import unset_lengths
-from headrace.config.presets import algorithm_hint, apply_preset
+from headrace.config.presets import ALGORITHMS, algorithm_hint, apply_preset
 from headrace.config.refusals import refusal
 from headrace.config.schema import Config, RlConfig, SourceConfig, stages_of
 from headrace.errors import ConfigError
-from headrace.names import near_name
+from headrace.names import PREFERENCE_LOSSES, near_name
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def load_config(
     try:
         for path in _unknown_keys(tree, Config, ()):
             refused = refusal(_dotted(path), str(path[-1]), _value_at(tree, path))
-            hint = foreign_hint(_dotted(path), _value_at(tree, path)) or _nearest_key(path)
+            hint = _table_of_method(path) or foreign_hint(_dotted(path), _value_at(tree, path)) or _nearest_key(path)
             raise _Wrong(path, refused or f"unknown key '{_dotted(path)}'; {hint}")
         if isinstance(rl := tree.get("rl"), dict):
             tree["rl"] = {**rl_defaults(rl), **rl}
@@ -229,6 +229,18 @@ def _value_at(tree: Any, path: KeyPath) -> Any:
     for part in path:
         tree = tree[part]
     return tree
+
+
+def _table_of_method(path: KeyPath) -> str | None:
+    """Say where the settings of a method are, if an unknown table is named after it."""
+    if len(path) > 1:
+        return None
+    name = str(path[0])
+    if name in PREFERENCE_LOSSES:
+        return f'write a table [dpo] with loss = "{name}"'
+    if name in ALGORITHMS:
+        return f'write a table [rl] with algorithm = "{name}"'
+    return "write a table [distill]" if name in ("distillation", "gkd") else None
 
 
 def _nearest_key(path: KeyPath) -> str:

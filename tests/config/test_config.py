@@ -524,6 +524,12 @@ def test_the_tiny_model_speaks_only_the_words_of_an_environment(tmp_path: Path) 
         (RL, ["rl.group_size=1"], "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"),
         (
             RL,
+            ["rl.group_size=1", "rl.loss=distillation", "rl.teacher=smollm2-135m"],
+            "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more, or learn from the "
+            "teacher alone: a table [distill] needs neither rewards nor groups (docs/distillation.md)",
+        ),
+        (
+            RL,
             ["rl.sampling.min_p=0.1"],
             "'rl.sampling.min_p' cuts tokens from the distribution that is trained: leave it out, or write "
             "'rl.allow_truncated_sampling = true'",

@@ -48,3 +48,18 @@ def test_keys_of_other_libraries_get_the_list_of_keys() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(text, file="run.toml")
     assert "generate_fn'?" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("table", "instead"),
+    [
+        ("[ppo]\nepochs = 1", "unknown key 'ppo'; write a table [rl] with algorithm = \"ppo\""),
+        ("[grpo]\nnum_generations = 8", "unknown key 'grpo'; write a table [rl] with algorithm = \"grpo\""),
+        ("[kto]\nbeta = 0.1", "unknown key 'kto'; write a table [dpo] with loss = \"kto\""),
+        ("[gkd]\nbeta = 0.1", "unknown key 'gkd'; write a table [distill]"),
+    ],
+)
+def test_a_table_named_after_a_method_is_answered_with_the_one_that_has_it(table: str, instead: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(table, file="run.toml")
+    assert str(caught.value) == f"run.toml: {instead}"

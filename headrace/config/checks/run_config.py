@@ -58,7 +58,6 @@ from headrace.names import described_context, near_name, text_description
 from headrace.storage.adapter_files import described_model, is_adapter_folder
 from headrace.storage.hub import hub_name
 
-_PREFERENCE_LOSSES = ("dpo", "ipo", "kto", "orpo", "simpo")
 MOST_STEPS = 8  # checkpoints that a message names
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -390,7 +389,7 @@ def _rl_problems(rl: RlConfig, engine: EngineConfig) -> Iterator[str]:
         yield "'rl.generate_fn' and 'rl.program' both say how an episode is played: leave one of them out"
     compares = rl.credit in names.CREDITS and rl.credit not in names.BASELINE_CREDITS
     if rl.group_size < 2 and rl.critic is None and compares:
-        yield "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more"
+        yield "'rl.group_size' is 1, but credit compares the episodes of a group: write 2 or more" + _or_distill(rl)
     cut = [
         name for name in ("top_p", "top_k", "min_p") if getattr(rl.sampling, name) != default_of(SamplingConfig, name)
     ]
@@ -453,7 +452,10 @@ def _sync_problems(config: Config, sync_every: int) -> Iterator[str]:
 
 def _reward_problems(rl: RlConfig) -> Iterator[str]:
     if not any(term.weight for term in rl.rewards):
-        yield "'rl.rewards' has no term with a weight other than 0, so there is nothing to learn: add one"
+        yield (
+            "'rl.rewards' has no term with a weight other than 0, so there is nothing to learn: add one"
+            + _or_distill(rl)
+        )
     term_names = [term_name(term) for term in rl.rewards]
     for name in {name for name in term_names if term_names.count(name) > 1}:
         yield f"two terms of 'rl.rewards' are called \"{name}\": give each its own 'name'"
@@ -468,8 +470,16 @@ def _reward_problems(rl: RlConfig) -> Iterator[str]:
                 fitting = "reasoning_gym" if source.type == "reasoning_gym" else "exact_match"
                 yield (
                     f'the reward "env" is what an environment gives, but \'{key}.type\' is "{source.type}": '
-                    f'add [[rl.rewards]] with fn = "{fitting}" or "file.py:function"'
+                    f'add [[rl.rewards]] with fn = "{fitting}" or "file.py:function"{_or_distill(rl)}'
                 )
+
+
+def _or_distill(rl: RlConfig) -> str:
+    if not {"distillation", "teacher_kl_reverse", "teacher_kl_forward"} & set(split_sum(rl.loss)):
+        return ""
+    return (
+        ", or learn from the teacher alone: a table [distill] needs neither rewards nor groups (docs/distillation.md)"
+    )
 
 
 def _task_problems(rl: RlConfig, base: Path) -> Iterator[str]:
@@ -601,7 +611,7 @@ def _other_key(key: str, name: str) -> str | None:
 
 
 def _loss_problems(term: str, base: Path) -> Iterator[str]:
-    if term in _PREFERENCE_LOSSES:
+    if term in names.PREFERENCE_LOSSES:
         instead = "write a table [dpo] with that loss"
         yield f"'rl.loss' is \"{term}\", which learns from pairs and not from rewards: {instead}"
     else:
