@@ -158,13 +158,17 @@ def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None, log: 
     _refuse_pictures(row)
     prompt = _prompt_column(row, columns)
     start = () if prompt is None else parse_prompt(row.columns[prompt], row.place)
+    own, extra = _system_and_input(row, prompt)
+    if extra is not None:
+        start = (Message(role="user", content=f"{row.columns['instruction']}\n\n{row.columns[extra]}"),)
+    start = with_system(start, None if own is None else row.columns[own])
     sides = [
         with_system((*start, *_after(start, _side(row, columns, name))), system) for name in ("chosen", "rejected")
     ]
     log.add(
         "pairs of chosen and rejected" + ("" if prompt is None else " replies"),
         row,
-        (prompt, *(pick(row, columns, name) for name in ("chosen", "rejected", "margin"))),
+        (prompt, own, extra, *(pick(row, columns, name) for name in ("chosen", "rejected", "margin"))),
     )
     for messages in sides:
         first = next((message for message in messages if message.role != "system"), None)
@@ -180,6 +184,12 @@ def _to_pair(row: DataRow, columns: Mapping[str, str], system: str | None, log: 
 def _prompt_column(row: DataRow, columns: Mapping[str, str]) -> str | None:
     prompt = pick(row, columns, "prompt")
     return prompt or next((name for name in PROMPTS if isinstance(row.columns.get(name), str)), None)
+
+
+def _system_and_input(row: DataRow, prompt: str | None) -> tuple[str | None, str | None]:
+    """Return the columns of a system message and of Alpaca's input that belong to the prompt, if there is one."""
+    held = [name if isinstance(text := row.columns.get(name), str) and text else None for name in ("system", "input")]
+    return None if prompt is None else held[0], held[1] if prompt == "instruction" else None
 
 
 def _refuse_pictures(row: DataRow) -> None:

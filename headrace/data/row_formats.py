@@ -21,7 +21,7 @@ OUR_COLUMNS = ("prompt", "messages", "answer", "id", "images")
 PICTURE_PARTS = ("image", "image_url")  # types of the parts of a message's content
 CONVERSATIONS = ("conversations", "conversation")  # ShareGPT's columns
 REPLIES = {  # the column that a prompt is read from -> those of its reply, the first that is there
-    "prompt": ("answer", "completion", "response"),
+    "prompt": ("answer", "completion", "solution", "response"),
     "instruction": ("answer", "output", "response"),
     "question": ("answer", "solution", "response"),
     "problem": ("answer", "solution"),
@@ -42,8 +42,11 @@ ROLES = {  # ShareGPT's `from`
 }
 MOST_NAMED = 12  # columns in a line of the log
 NOT_USED = "not used"
-# of rows: nothing to learn; the last two are what `headrace demonstrate` writes beside a conversation
-LABELS = ("id", "idx", "index", "uid", "uuid", "source", "data_source", "dataset", "split", "reward", "success")
+# of rows: nothing to learn; `reward` and `success` are what `headrace demonstrate` writes beside a conversation
+LABELS = (
+    "id", "idx", "index", "uid", "uuid", "source", "data_source", "dataset", "split", "reward", "success",
+    "score", "score_chosen", "score_rejected", "chosen_score", "rejected_score",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

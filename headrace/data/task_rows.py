@@ -85,6 +85,8 @@ def to_task(
     if read.columns[0] == "prompt" and answer in ("completion", "response") and "answer" not in columns:
         answer = None  # somebody's reply, not the right answer
     gone = {*(column for column in read.columns if column != "reward_model"), id_column, answer}
+    if "answer" not in columns:
+        gone.discard("solution")  # reward functions written for TRL ask for it by this name
     others = {key: value for key, value in row.columns.items() if key not in gone}
     data = {key: json_like(value) if is_pictures(value) else value for key, value in others.items()}
     if answer is not None:

@@ -101,6 +101,14 @@ def test_a_side_that_repeats_the_prompt_is_not_asked_twice() -> None:
     assert [message.role for message in pair.chosen] == ["system", "user", "assistant"]
 
 
+def test_the_input_and_the_system_message_beside_a_prompt_are_read(caplog: pytest.LogCaptureFixture) -> None:
+    row = {"system": "Be short.", "instruction": "Add.", "input": "2 and 2", "chosen": "4", "rejected": "5"}
+    [pair] = pairs_from_rows([{**row, "score_chosen": 9.0, "score_rejected": 1.0}])
+    assert [message.content for message in pair.chosen] == ["Be short.", "Add.\n\n2 and 2", "4"]
+    assert [message.role for message in pair.rejected] == ["system", "user", "assistant"]
+    assert caplog.records == []
+
+
 def test_labelled_replies_of_texts_and_messages() -> None:
     rows = [
         {"prompt": "2 + 2 =", "completion": "4", "label": True},

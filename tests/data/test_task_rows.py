@@ -236,3 +236,9 @@ def test_an_endless_iterable_ends_with_an_error() -> None:
     with pytest.raises(DataError, match="more than 10 rows"):
         list(rows_of(endless(), "mine", max_rows=10))
     assert len(list(rows_of([{}] * 10, "mine", max_rows=10))) == 10
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": [{"role": "user", "content": "2 + 2 ="}]}, {"problem": "2 + 2 ="}])
+def test_a_solution_is_the_answer_and_keeps_its_name_for_functions_that_ask_for_it(prompt: dict[str, Any]) -> None:
+    [task] = tasks_from_rows([{**prompt, "solution": "$4$"}])
+    assert (task.messages[0].content, task.data) == ("2 + 2 =", {"answer": "$4$", "solution": "$4$"})
