@@ -144,8 +144,10 @@ def _example(config: Config, renderer: Renderer, *, color: bool) -> list[str]:
         [conversation] = conversations_of(replace(source, size=1))
     else:
         conversation = first_conversation(data_source(source))
-    tools = conversation.tools if isinstance(conversation, ToolConversation) else None
-    sequences = renderer.conversation(messages_of(conversation), tools=tools, max_tokens=max_tokens)
+    tools, weights = (
+        (conversation.tools or None, conversation.weights) if isinstance(conversation, ToolConversation) else (None, ())
+    )
+    sequences = renderer.conversation(messages_of(conversation), tools=tools, max_tokens=max_tokens, weights=weights)
     lines = [_source_line(source, color=color)]
     for number, rendered in enumerate(sequences):
         cut = f", cut at sft.max_tokens = {max_tokens}" if rendered.truncated else ""

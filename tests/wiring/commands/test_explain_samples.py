@@ -70,6 +70,20 @@ def test_the_first_row_of_each_source_is_shown_and_no_other_is_read(folder: Path
     ]
 
 
+def test_a_message_of_weight_0_is_not_shown_as_trained(folder: Path) -> None:
+    talk = [
+        {"role": "user", "content": "1 + 2 ="},
+        {"role": "assistant", "content": "4", "weight": 0},
+        {"role": "user", "content": "sum 1 + 2 ="},
+        {"role": "assistant", "content": "3"},
+    ]
+    (folder / "talks.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    shown = samples(folder)
+    assert "2 of them trained" in shown
+    assert "<|assistant|> 4 <|end|>" in shown
+    assert "<|assistant|>⟦3 <|end|>⟧" in shown
+
+
 def test_on_a_terminal_the_mask_is_a_colour(folder: Path) -> None:
     shown = samples(folder, "sft.max_tokens=11", color=True)
     assert f"<|assistant|>{GREEN}3 sum{PLAIN}\n" in shown
