@@ -244,8 +244,8 @@ def _table_of_method(path: KeyPath) -> str | None:
 
 
 def _nearest_key(path: KeyPath) -> str:
-    """Say what to write in place of an unknown key: a key of this name in another table, one spelt like it in the same
-    table, or all keys of the table. Old names count, and are answered with the new ones."""
+    """Say what to write in place of an unknown key: its plural or singular in the same table, a key of this name in
+    another table, one spelt like it in the same table, or all keys of the table. Old names count, and are answered with the new ones."""
     name = str(path[-1])
     cls: type = Config
     for part in path[:-1]:
@@ -258,6 +258,8 @@ def _nearest_key(path: KeyPath) -> str:
     dotted = re.sub(r"\[\d+\]", "[]", _dotted((*path[:-1], meant)))
     if name in _ARGUMENTS and (own := [neighbours[word] for word in _ARGUMENTS if word in neighbours]):
         return f"did you mean '{own[0]}'?"
+    if (other := name.removesuffix("s") if name.endswith("s") else f"{name}s") in neighbours:  # one, or several
+        return f"did you mean '{neighbours[other]}'?"
     namesakes = [key for key, _, last in keys() if last == meant]
     if len(path) > 2:  # in a table of a table: what has the same name elsewhere is another thing
         parent = dotted.rpartition(".")[0]

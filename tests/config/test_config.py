@@ -92,6 +92,8 @@ def test_lists_of_tables_become_tuples_of_sources() -> None:
             "run.toml: unknown key 'rl.group_sise'; did you mean 'rl.group_size'?",
         ),
         ("[modle]\npath = 'x'", "run.toml: unknown key 'modle'; did you mean 'model'?"),
+        ("[sft]\nsource = {}", "run.toml: unknown key 'sft.source'; did you mean 'sft.sources'?"),
+        ("[rl]\ngroup = 4", "run.toml: unknown key 'rl.group'; did you mean 'rl.groups'?"),
         (SFT + "pth = 'x'", "run.toml: unknown key 'sft.sources[0].pth'; did you mean 'sft.sources[0].path'?"),
         (
             RL.replace("steps", "max_staleness = 1\nsteps"),
