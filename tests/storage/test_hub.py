@@ -95,6 +95,23 @@ def test_only_what_a_model_needs_is_fetched_and_then_kept(hub: HubServer, tmp_pa
     assert len(hub.requests) == asked
 
 
+def test_a_download_goes_on_where_its_connection_ended_and_shows_its_progress(hub: HubServer, tmp_path: Path) -> None:
+    weights = bytes(range(256)) * (24 << 12)  # 24 MiB; the client writes 10 at a time
+    hub.commit("models", "acme/large", {"config.json": b"{}", "model.safetensors": weights})
+    hub.cut["model.safetensors"] = 12 << 20
+    hub.ranges.clear()
+    call = "str(model_files(HubName(repo='acme/large')))"
+    done = run_with_hub(hub.url, tmp_path / "home", "-c", SCRIPT, call, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [asked for name, asked in hub.ranges if name == "model.safetensors"] == [
+        "",
+        f"bytes={10 << 20}-",
+        f"bytes={20 << 20}-",
+    ]
+    assert (Path(json.loads(done.stdout)) / "model.safetensors").read_bytes() == weights
+    assert "100%" in done.stderr
+
+
 def test_every_failure_of_the_hub_says_what_to_do(hub: HubServer, tmp_path: Path) -> None:
     calls = {
         "model_files(hub_name('acme/absent'))": f"ModelError: there is no model acme/absent at {hub.url}: correct",

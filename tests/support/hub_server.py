@@ -37,6 +37,8 @@ class HubServer(ThreadingHTTPServer):
         self.gated: set[str] = set()
         self.private: dict[str, bool] = {}  # of repositories that were made by a client
         self.requests: list[str] = []
+        self.cut: dict[str, int] = {}  # of files: bytes after which every connection ends
+        self.ranges: list[tuple[str, str]] = []  # of the files that were asked for, with the header Range
         self.on_request: dict[str, Callable[[], None]] = {}  # called when a path of no repository is asked for
 
     @property
@@ -152,7 +154,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
         self.send_header("X-Repo-Commit", commit)
         self.send_header("Accept-Ranges", "bytes")
-        self._send(part)
+        if self.command == "GET":
+            self.server.ranges.append((name, self.headers.get("Range", "")))
+        self._send(part, cut=self.server.cut.get(name))
 
     def _json(self, value: Any) -> None:
         self.send_response(200)
@@ -166,11 +170,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("X-Repo-Commit", commit)
         self._send(json.dumps({"error": code}).encode())
 
-    def _send(self, body: bytes) -> None:
+    def _send(self, body: bytes, *, cut: int | None = None) -> None:
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body[:cut])
+            self.close_connection |= cut is not None and cut < len(body)
 
 
 def _entry(name: str, data: bytes) -> dict[str, Any]:
