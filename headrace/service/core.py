@@ -25,7 +25,7 @@ from headrace.service.requests.sessions import Sessions
 from headrace.service.sampling.sampler_cache import SamplerCache
 from headrace.service.sampling.sampling_queue import SamplingQueue
 from headrace.service.sampling.sampling_requests import SamplingRequests
-from headrace.service.settings import Limits
+from headrace.service.settings import STALL_END_S, STALL_WARN_S, Limits
 from headrace.service.store.checkpoint_folders import CheckpointFolders
 from headrace.service.store.cleanup import GOING, clear_leftovers, newer_states
 from headrace.service.store.entities import ModelCard
@@ -41,7 +41,6 @@ from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks
 logger = logging.getLogger(__name__)
 RECENT_S = 60.0  # for which outcomes stay in memory
 KEEP_GONE = 256  # sampling sessions of a session that are gone, to answer 410 for them
-STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # what makes no progress is told, and ends the server
 
 
 class Service:

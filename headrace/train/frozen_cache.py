@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from headrace.errors import ModelError, RequestError
 from headrace.model.load import LanguageModel
 from headrace.model.quantized import model_bytes
+from headrace.process.watchdog import watching_thread
 from headrace.train.frozen_model import FrozenScorer
 from headrace.types import Datum, FloatArray
 
@@ -70,7 +71,7 @@ class ReferenceModels:
         """
         reference = self._get(name)
         _check(data, reference.scorer.lm)
-        with reference.lock:
+        with reference.lock, watching_thread(f"the reference model '{name}'"):
             return reference.scorer.score(data)
 
     @property
@@ -107,7 +108,8 @@ class ReferenceModels:
             loaded.set()
 
     def _load_reference(self, name: str) -> FrozenReference:
-        lm = self._load(name)
+        with watching_thread(f"loading the reference model '{name}'", has_deadline=True):  # large ones take long
+            lm = self._load(name)
         lm.model.requires_grad_(False)
         size = model_bytes(lm.model)
         logger.info("the reference model '%s' is loaded: %.1f MiB", name, size / 2**20)

@@ -15,6 +15,7 @@ from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel
 from headrace.model.lora import ADAPTER
 from headrace.model.value_head import has_scalar_head, scalars
+from headrace.process.watchdog import beat
 from headrace.train.batch import packed_targets
 from headrace.train.image_inputs import ImageInputs, check_images, packed_image_parts, packed_positions
 from headrace.types import Datum, FloatArray, IntArray, float_array, int_array
@@ -46,6 +47,7 @@ class FrozenScorer:
             for indices in pack(
                 [datum.num_tokens for datum in data], [None] * len(data), budget=self._micro_batch_tokens
             ):
+                beat()
                 scores = self._score_micro_batch([data[index] for index in indices])
                 for index, datum_scores in zip(indices, scores, strict=True):
                     out[index] = datum_scores
@@ -65,6 +67,7 @@ class FrozenScorer:
             for indices in pack(
                 [datum.num_tokens for datum in data], [None] * len(data), budget=self._micro_batch_tokens
             ):
+                beat()
                 batch = [data[index] for index in indices]
                 rows_R, top_RK, logprobs_RK = self._top_of_micro_batch(batch, count)
                 starts = np.cumsum([0, *(datum.num_tokens for datum in batch)])

@@ -1,6 +1,7 @@
 """Reference models: loaded once, evicted by use and by size, right from any thread."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -11,6 +12,8 @@ from headrace.errors import ModelError
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.quantized import Bits, model_bytes, quantize_model
 from headrace.model.tiny import make_model, make_tokenizer
+from headrace.process import watchdog
+from headrace.process.watchdog import Watchdog, open_activities
 from headrace.train.frozen_cache import ReferenceModels
 from headrace.train.frozen_model import FrozenScorer
 from headrace.types import Datum, float_array, int_array
@@ -119,3 +122,27 @@ def test_nobody_waits_for_ever_for_a_model_that_another_caller_loads(monkeypatch
             references.score("1", data())
         goes_on.set()
         assert len(first.result(100)) == 1
+
+
+def test_scoring_that_stands_still_is_told_and_ended_and_loading_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_open", {})  # without what other tests left running
+    exits, during = list[int](), list[tuple[str, ...]]()
+    watch = Watchdog(tell_s=300.0, end_s=3600.0, exit=exits.append)
+
+    def take_days() -> None:
+        during.append(open_activities())
+        watch.check(time.monotonic() + 1e6)
+
+    def load(name: str) -> LanguageModel:
+        take_days()
+        return make(name)
+
+    references = ReferenceModels(load)
+    references.score("1", data())
+    assert (during, exits) == ([("loading the reference model '1'",)], [])
+    whole = FrozenScorer._score_micro_batch
+    monkeypatch.setattr(
+        FrozenScorer, "_score_micro_batch", lambda scorer, batch: (take_days(), whole(scorer, batch))[1]
+    )
+    references.score("1", data())
+    assert (during[1:], exits) == ([("the reference model '1'",)], [watchdog.EXIT_STALLED])

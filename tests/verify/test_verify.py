@@ -1,8 +1,10 @@
 """`verify` can fail: each property is broken on purpose, and it is that one which is found out."""
 
+import logging
 import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from headrace.model import attention
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import LoraLinear
 from headrace.model.tiny import make_model, make_tokenizer
+from headrace.process.watchdog import watching
 from headrace.render import Rendered, Renderer
 from headrace.train.torch_backend import TorchBackend, make_optimizer
 from headrace.types import (
@@ -48,6 +51,7 @@ from headrace.verify.property_result import Figure, PropertyResult, failures, ro
 from headrace.verify.reference import Gradient, ReferenceForward
 from headrace.verify.resume_check import relative_difference
 from headrace.verify.subject import VerifySubject
+from headrace.wiring.commands import verify as verify_command
 from support.model_variants import VARIANTS, make
 from support.paths import DOCS
 
@@ -361,6 +365,22 @@ def test_the_command_prints_the_table_and_names_what_failed(
         ["a", "bath"],
     ]
     assert captured.err == "headrace: 1 of 2 properties do not hold: lead floats\n"
+
+
+def test_a_computation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(verify_command, "STALL_WARN_S", 0.1)
+
+    def hang(parts: VerifySubject) -> Iterator[PropertyResult]:
+        with watching("the trainer: forward_backward"):
+            ends = time.monotonic() + 60
+            while "no progress: the trainer" not in caplog.text and time.monotonic() < ends:
+                time.sleep(0.01)
+        yield from ()
+
+    monkeypatch.setattr(verify_command, "prove", hang)
+    with caplog.at_level(logging.WARNING, logger="headrace"):
+        assert list(verify_command.verify(model=None, device="cpu")) == []
+    assert "no progress: the trainer: forward_backward" in caplog.text
 
 
 def test_a_figure_that_is_no_number_is_not_within_its_bound() -> None:

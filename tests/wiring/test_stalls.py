@@ -1,6 +1,8 @@
-"""A stall of each part of a run is told, with the name of the part; then the run ends as if nothing had been."""
+"""A stall of each part of a run, or of an evaluation, is told with the name of the part; then it ends as if nothing had
+been."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from headrace import wiring
+from headrace.config import Config
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.scheduler import Scheduler
 from headrace.model.tiny import save_tiny
@@ -18,6 +21,7 @@ from headrace.train.checkpoint import CheckpointStore
 from headrace.train.micro_batch import MicroBatchRunner
 from headrace.wiring import stage_context
 from headrace.wiring.checked_config import load_checked
+from headrace.wiring.commands import eval as eval_command
 from headrace.wiring.commands import train as train_command
 
 WORDS = (*"0123456789", "+", "=", "add", "sum")
@@ -142,3 +146,66 @@ def test_a_start_that_takes_long_is_told_and_not_ended(
     assert calls
     assert "no progress: the event loop" in (result.folder / "log.txt").read_text()
     assert not exits
+
+
+def open_evaluation(folder: Path) -> Config:
+    save_tiny(folder / "model", words=WORDS, width=16, layers=1, heads=2, kv_heads=1, context=64, seed=0)
+    (folder / "tasks.jsonl").write_text('{"prompt": "add 1 + 2 ="}\n{"prompt": "add 3 + 4 ="}\n')
+    (folder / "mine.py").write_text("def score(episode):\n    return 1.0\n")
+    (folder / "run.toml").write_text(f'{CONFIG}\n[eval]\nsource = {{ type = "jsonl", path = "tasks.jsonl" }}\n')
+    return load_checked(folder / "run.toml", [], command="eval")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "slow", "told"),
+    [
+        (Scheduler, "run_step", slow_once, "no progress: the sampler: a step"),
+        (GroupRewardRunner, "score", slow_once_async, "no progress: the rewards of group"),
+        (eval_command, "load_policy", slow_once, "no progress: the event loop"),
+    ],
+)
+def test_a_stall_of_an_evaluation_is_told_by_name(
+    owner: Any,
+    name: str,
+    slow: Callable[[Callable[..., Any]], Callable[..., Any]],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = open_evaluation(tmp_path)
+    monkeypatch.setattr(owner, name, slow(getattr(owner, name)))
+    with caplog.at_level(logging.WARNING, logger="headrace"):
+        metrics = eval_command.evaluate(config)
+    assert metrics["eval/reward"] == 1.0
+    assert told in caplog.text
+    assert "thread " in caplog.text
+
+
+def test_an_evaluation_that_stands_still_ends_and_its_loading_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = open_evaluation(tmp_path)
+    exits, watchdogs = list[int](), list[watchdog.Watchdog]()
+
+    def watch(**settings: Any) -> watchdog.Watchdog:
+        watchdogs.append(watchdog.Watchdog(**settings, exit=exits.append))
+        return watchdogs[0]
+
+    def take_days(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            watchdogs[0].check(time.monotonic() + 1e6)
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(eval_command, "Watchdog", watch)
+    monkeypatch.setattr(eval_command, "load_policy", take_days(eval_command.load_policy))
+    eval_command.evaluate(config)
+    assert exits == []
+    watchdogs.clear()
+    monkeypatch.setattr(Scheduler, "run_step", take_days(Scheduler.run_step))
+    eval_command.evaluate(config)
+    assert set(exits) == {watchdog.EXIT_STALLED}

@@ -17,6 +17,7 @@ from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.metrics import metric_values
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import no_progress_bars
+from headrace.process.watchdog import Watchdog
 from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
@@ -94,7 +95,19 @@ def demonstrate(
 async def _evaluate(
     config: Config, wrap_env: Callable[[Callable[[], Env]], Callable[[], Env]] = lambda make_env: make_env
 ) -> EvalResult:
-    """Play the tasks of [eval.source]; `wrap_env` may wrap the function that makes environments."""
+    """Play the tasks of [eval.source]; `wrap_env` may wrap the function that makes environments.
+
+    Stalls are told as in a run. Loading is told and never ended: large models take long.
+    """
+    with Watchdog(
+        tell_s=config.run.stall_warn_s, end_s=config.run.stall_end_s, go_on="; start it again", ends=False
+    ) as watchdog:
+        return await _play(config, wrap_env, watchdog)
+
+
+async def _play(
+    config: Config, wrap_env: Callable[[Callable[[], Env]], Callable[[], Env]], watchdog: Watchdog
+) -> EvalResult:
     source = config.eval.source
     if source is None:
         raise ConfigError("there is nothing to evaluate on: add [eval.source] to the file")
@@ -117,6 +130,7 @@ async def _evaluate(
     try:
         make_env = make_env_of(source, max_turns=max_turns)
         async with open_player(config, terms, wrap_env(make_env)) as play:
+            watchdog.begin_ending()
             return await evaluate_tasks(tasks, play)
     finally:
         await close_terms(terms)

@@ -1,8 +1,10 @@
 """Frozen models in another process: the same numbers over HTTP, for those who have a key."""
 
 import asyncio
+import logging
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,16 @@ from headrace.model.device import free_bytes
 from headrace.model.load import load_model
 from headrace.model.quantized import model_bytes, quantize_model
 from headrace.model.tiny import save_tiny
+from headrace.process.watchdog import watching_thread
 from headrace.service.client.codec import write_forward
 from headrace.service.http.auth import Access, HashedKey, hash_key
 from headrace.service.http.server import serving
+from headrace.service.reference import scoring_app
 from headrace.service.reference.scoring_app import make_reference_app
 from headrace.service.reference.scoring_client import RemoteReference
 from headrace.service.settings import load_serve_config
 from headrace.train.frozen_model import FrozenScorer
-from headrace.types import CROSS_ENTROPY, Datum, float_array, int_array
+from headrace.types import CROSS_ENTROPY, Datum, FloatArray, float_array, int_array
 from headrace.wiring.commands import serve_references
 from headrace.wiring.commands.serve_references import open_reference_server, open_references
 from headrace.wiring.runtime.local import open_remote_reference, scored_remotely
@@ -226,6 +230,24 @@ def test_the_process_scores_with_the_models_of_its_file(folder: Path) -> None:
     wide = load_serve_config(serve_toml(folder, '[serve]\nhost = "0.0.0.0"\n'), file="serve.toml")
     with pytest.raises(ConfigError, match="would let everybody in"), open_reference_server(wide):
         pass
+
+
+def test_a_model_that_hangs_is_told_by_the_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scoring_app, "STALL_WARN_S", 0.1)
+    told = "no progress: the reference model 'slow'"
+
+    def score(data: Sequence[Datum]) -> Sequence[FloatArray]:
+        with watching_thread("the reference model 'slow'"):
+            ends = time.monotonic() + 60
+            while told not in caplog.text and time.monotonic() < ends:
+                time.sleep(0.01)
+        return [float_array(np.zeros(datum.num_tokens)) for datum in data]
+
+    with caplog.at_level(logging.WARNING), serving(make_reference_app({"slow": score}, Access([]))) as url:
+        RemoteReference(f"{url}/slow").score(data(1))
+    assert told in caplog.text
 
 
 async def test_a_training_run_asks_the_process(url: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from headrace.process.watchdog import open_activities
 from support.tinker_sdk import ADAM, DATA, loss_of, prompt, sampling, tinker
 from support.tinker_server import BASE, Served, served
 
@@ -91,6 +92,16 @@ def test_a_damaged_snapshot_is_not_sampled_after_a_restart(tmp_path: Path) -> No
         id = http.post("/api/v1/asample", json=body).json()["request_id"]
         outcome = http.post("/api/v1/retrieve_future", json={"request_id": id}).json()
         assert "table.npz does not match" in outcome["error"]
+
+
+def test_reading_of_files_is_watched(server: Served, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = trained(client).save_state("kept").result().path
+    during: list[str] = []
+    monkeypatch.setattr(
+        "headrace.service.store.checkpoint_folders.check_folder", lambda *_, **__: during.extend(open_activities())
+    )
+    assert server.http().post("/api/v1/copy_weights", json={"source_path": path}).status_code == 200
+    assert f"checking the files of {path}" in during
 
 
 def test_a_disk_that_cannot_be_read_is_called_that(
