@@ -95,7 +95,8 @@ class DataBuffer:
         self._keep(step, tuple(episodes))
 
     def prepare_batch(self, step: int) -> Batch:
-        """Return the credited episodes of one of the newest steps, from memory or from the disk.
+        """Return the credited episodes of one of the newest steps, from memory or from the disk; from there without
+        what a processor made of pictures.
 
         Raises RunFolderError for a step that is not kept any more.
         """
@@ -175,7 +176,7 @@ class DataBuffer:
 
     def _keep(self, step: int, batch: Batch) -> None:
         """Keep a batch, forget the oldest, and move the oldest of those in memory to the disk until the rest fits."""
-        num_bytes = sum(_num_bytes(credited) for credited in batch)
+        num_bytes = sum(_num_bytes(credited) for credited in batch) + _picture_bytes(batch)
         with self._lock:
             self._forget(step)
             self._batches[step], self._bytes[step] = batch, num_bytes
@@ -185,7 +186,7 @@ class DataBuffer:
                 self._spill(next(iter(self._bytes)))
 
     def _spill(self, step: int) -> None:
-        batch, path = self._batches[step], self._spill_to / f"step_{step:06d}.jsonl"
+        batch, path = self._batches[step], self._spill_to / f"step_{step:06d}" / "batch.jsonl"
         assert not isinstance(batch, _Spilled)
         save_trajectories(path, batch)
         self._batches[step] = _Spilled(path=path)
@@ -196,8 +197,8 @@ class DataBuffer:
         batch = self._batches.pop(step, None)
         self._bytes.pop(step, None)
         if isinstance(batch, _Spilled):
-            with boundary(RunFolderError, f"cannot remove {batch.path}"):
-                batch.path.unlink(missing_ok=True)
+            with boundary(RunFolderError, f"cannot remove {batch.path.parent}"):
+                shutil.rmtree(batch.path.parent)  # with the pictures of its messages
 
     def _remove_spilled(self) -> None:
         shutil.rmtree(self._spill_to, ignore_errors=True)
@@ -228,3 +229,11 @@ def _num_bytes(credited: CreditedEpisode) -> int:
     episode = credited.scored.episode
     tokens = sum(step.prompt.nbytes + TOKEN_BYTES * len(step.completion.tokens) for step in episode.steps)
     return tokens + sum(len(message.content) for message in episode.messages)
+
+
+def _picture_bytes(batch: Batch) -> int:
+    """Count the memory of a batch's pictures, and of what a processor made of them; episodes share them."""
+    episodes = [credited.scored.episode for credited in batch]
+    pictures = {picture.digest: len(picture.data) for each in episodes for m in each.messages for picture in m.images}
+    placed = [placed.image for each in episodes for step in each.steps for placed in step.images]
+    return sum(pictures.values()) + sum({id(image.pixels): image.pixels.nbytes for image in placed}.values())

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.errors import FolderLockedError, RunFolderError
@@ -14,8 +15,10 @@ from headrace.observe.buffer.commits import CommitLog, read_commits, restore_com
 from headrace.observe.buffer.data_buffer import DataBuffer
 from headrace.observe.buffer.digests import numbers_digest, rollouts_digest
 from headrace.observe.sinks.jsonl import JsonlSink
-from headrace.types import CreditedEpisode
+from headrace.pictures import PICTURE_MARK, ModelImage, Picture, PlacedImage
+from headrace.types import CreditedEpisode, Message
 from support import rollout_files
+from support.pictures import png
 
 VALUES = {"loss/total": 0.25, "time/step_s": 3.0}
 
@@ -172,6 +175,36 @@ def test_batches_that_fit_stay_in_memory(tmp_path: Path) -> None:
     assert_same_batch(run.buffer.prepare_batch(1))
     assert not (tmp_path / "buffer").exists()
     assert run.buffer.statistics()["bytes_in_memory"] > 0
+
+
+def shown(credited: CreditedEpisode, image: ModelImage, picture: Picture) -> CreditedEpisode:
+    """An episode that was shown a picture before its first step."""
+    episode = credited.scored.episode
+    asked = Message(role="user", content=PICTURE_MARK, images=(picture,))
+    placed = PlacedImage(image=image, at=np.array([0], dtype=np.int32))
+    steps = (replace(episode.steps[0], images=(placed,)), *episode.steps[1:])
+    episode = replace(episode, messages=(asked, *episode.messages), steps=steps)
+    return replace(credited, scored=replace(credited.scored, episode=episode))
+
+
+def test_pictures_count_once_and_leave_the_disk_with_their_batch(tmp_path: Path) -> None:
+    picture, pixels = Picture(data=png("red")), np.zeros((100, 100), dtype=np.float32)
+    image = ModelImage(digest="red", pixels=pixels, grid=(1, 1, 1), num_tokens=1)
+    plain = rollout_files.credited()
+    seen = [shown(credited, image, picture) for credited in plain]
+    run = Run(tmp_path / "memory", kept_steps=1)
+    run.step(1, credited=plain)
+    bytes_before = run.buffer.statistics()["bytes_in_memory"]
+    run.step(2, credited=seen)
+    marks = len(seen) * len(PICTURE_MARK)
+    shared = pixels.nbytes + len(picture.data)
+    assert run.buffer.statistics()["bytes_in_memory"] == bytes_before + shared + marks
+    spilled = Run(tmp_path / "disk", kept_steps=1, memory_bytes=0)
+    spilled.step(1, credited=seen)
+    first, *_ = spilled.buffer.prepare_batch(1)
+    assert first.scored.episode.messages[0].images == (picture,)
+    spilled.step(2, credited=plain)
+    assert list((tmp_path / "disk" / "buffer").rglob("*.png")) == []
 
 
 def test_a_process_that_has_lost_the_folder_commits_nothing(tmp_path: Path) -> None:
