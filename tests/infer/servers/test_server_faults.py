@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from headrace.errors import SamplerError
 from headrace.types import Completion, SampleRequest, SamplingParams, StopReason, int_array
 from support.fake_vllm import Faults
-from support.server_samplers import Fleet, open_fleet, sampling
+from support.server_samplers import QUICK, Fleet, open_fleet, sampling
 
 
 def request_of(max_tokens: int, *, seed: int = 0, first: int = 3, after: Completion | None = None) -> SampleRequest:
@@ -150,6 +151,20 @@ async def test_a_server_that_comes_back_gets_the_current_version_before_it_is_us
         for completion in completions:
             assert completion.versions.tolist() == [1] * 10
             await assert_sampled_by_trainer(fleet, completion)
+
+
+async def test_a_server_that_answers_and_samples_nothing_is_taken_out_and_repaired(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = replace(QUICK, health_every_s=0.05, health_s=0.5)
+    async with open_fleet(2, limits=limits) as fleet, asyncio.timeout(60):
+        await fleet.sampler.sample(request_of(2))
+        fleet.servers[0].resumed.clear()  # it is paused, and nobody has asked for that
+        while not fleet.sampler.taken_out or len(fleet.sampler.usable) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert fleet.servers[0].resumed.is_set()
+        assert fleet.sampler.taken_out == 1
+    assert "it failed, or did not sample a token in 0.5 s" in caplog.text
 
 
 async def test_the_last_server_that_dies_ends_sampling_with_a_sentence() -> None:
