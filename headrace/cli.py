@@ -24,7 +24,7 @@ import typer
 from headrace import __version__
 from headrace.errors import ConfigError, FolderLockedError, HeadraceError, Interrupted
 from headrace.printable import OneLineFormatter, later_lines_indented, visible
-from headrace.process.early_interrupt import end_at_once
+from headrace.process.early_interrupt import end_at_once, raise_from_now_on
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,6 +113,7 @@ def configure(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
+    raise_from_now_on()  # typer makes a code of it
     debug = os.environ.get("HEADRACE_DEBUG") == "1"
     terminal = logging.StreamHandler()
     if not debug:  # messages about every group are for log.txt

@@ -37,8 +37,8 @@ def main() -> None:
     Ctrl-C before anything has begun ends the process with a sentence; it waits while the process restarts.
     """
     again = os.environ.pop(AGAIN, None)  # a program with capabilities of its own gets no VARIABLE from the system
-    on_interrupt = signal.getsignal(signal.SIGINT)  # not Python's in a job that the shell started with "&"
-    if on_interrupt is signal.default_int_handler:
+    # not Python's in a job that the shell started with "&"
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)
     if again is not None:
         hold_interrupts(False)
@@ -55,9 +55,7 @@ def main() -> None:
             hold_interrupts(False)
     from headrace.cli import main as run
 
-    if on_interrupt is signal.default_int_handler:
-        signal.signal(signal.SIGINT, on_interrupt)
-    run()
+    run()  # where a command begins, Ctrl-C raises again
 
 
 def hold_interrupts(hold: bool) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class Replaced(Exception):
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Any:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Run the entry point with these arguments: what it would begin again with, or None when it ran the command."""
 
     def execve(program: str, arguments: list[str], environ: dict[str, str]) -> None:
@@ -45,7 +46,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(start, "runs_on_glibc", lambda: True)
     monkeypatch.setattr(start, "is_watched", lambda environ: False)
     monkeypatch.delenv(start.SWITCH, raising=False)
-    return run
+    before = signal.getsignal(signal.SIGINT)
+    yield run
+    signal.signal(signal.SIGINT, before)
 
 
 def test_a_command_that_computes_begins_again_with_the_settings(started: Any) -> None:
@@ -188,6 +191,20 @@ def test_ctrl_c_while_packages_are_imported_is_one_sentence(name: str, tmp_path:
     told = "headrace: interrupted by Ctrl-C\n" if name == "torch" else NOTHING_BEGUN.decode()
     assert (done.returncode, done.stderr) == (130, told)
     assert not (tmp_path / "runs").exists()
+
+
+def test_ctrl_c_before_the_command_begins_is_one_sentence() -> None:
+    program = (
+        "import os, signal, sys, typer.main as typer; real = typer.get_params_from_function\n"
+        "def look(function): os.kill(os.getpid(), signal.SIGINT); return real(function)\n"
+        "typer.get_params_from_function = look\n"
+        "sys.argv = ['headrace', 'explain', 'nowhere.toml']\n"
+        "from headrace import start; start.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=_environ_of_a_shell(), capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (130, NOTHING_BEGUN.decode())
 
 
 @pytest.mark.skipif(not start.runs_on_glibc(), reason="the settings are those of glibc")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 
 NOTHING_BEGUN = b"headrace: interrupted before anything was begun: nothing was changed\n"
 
@@ -14,3 +15,9 @@ def end_at_once(number: int, frame: object) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(2, NOTHING_BEGUN)
     os._exit(128 + number)
+
+
+def raise_from_now_on() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt, where it has ended the process at once until now."""
+    if signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
