@@ -2,12 +2,18 @@
 
 import asyncio
 import hashlib
+import pickle
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from headrace.cluster import runtime
+from headrace.cluster.connection import Places
 from headrace.cluster.role_worker import RoleWorker
 from headrace.cluster.worker_pool import WorkerPool
 from headrace.protocols import Sampler
@@ -15,6 +21,7 @@ from headrace.render import Renderer
 from headrace.rollout.group import GroupPlayer
 from headrace.testing import FakeRewardRunner
 from headrace.types import Group, Message, Observation, SampleRequest, SamplingParams, StepResult, Task
+from headrace.wiring import stage_context
 from support.scripted_episodes import TOKENIZER, ScriptedSampler
 
 GROUP_SIZE = 2
@@ -122,6 +129,41 @@ class LocalActor:
 
         task.add_done_callback(ended)
         return answer
+
+
+class PicklingActor(LocalActor):
+    """Calls with pickled arguments and results, as Ray does."""
+
+    def __init__(self, worker: RoleWorker) -> None:
+        super().__init__(worker)
+        self.worker.__dict__["run_pickled"] = _run_pickled
+
+    def _call(self, name: str, *arguments: Any) -> "asyncio.Future[Any]":
+        return super()._call("run_pickled", getattr(self.worker, name), pickle.dumps(arguments))
+
+
+async def _run_pickled(method: Callable[..., Any], arguments: bytes) -> Any:
+    return pickle.loads(pickle.dumps(await method(*pickle.loads(arguments))))
+
+
+def use_workers_of_this_process(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make the workers of runs objects of this process; returns the list that will have their classes."""
+    ray, made = pytest.importorskip("ray"), list[str]()
+
+    def create(kind: type, options: Any, *arguments: object) -> LocalActor:
+        made.append(kind.__name__)
+        return PicklingActor(type(kind.__name__, (kind,), {"forwards_log": False})(*arguments))
+
+    @asynccontextmanager
+    async def open_places(address: str, wanted: Any, *, deadline_s: float) -> AsyncIterator[Places | None]:
+        yield Places(None, wanted) if wanted else None
+
+    monkeypatch.setattr(Places, "options", lambda places, role, index: {})
+    monkeypatch.setattr(stage_context, "open_places", open_places)
+    monkeypatch.setattr(runtime, "create_actor", create)
+    monkeypatch.setattr(runtime, "kill_actor", lambda actor: actor.kill())
+    monkeypatch.setattr(ray, "put", lambda value: pickle.loads(pickle.dumps(value)))
+    return made
 
 
 def _died() -> Exception:

@@ -23,6 +23,7 @@ from headrace.observe.sinks.jsonl import MetricRecord, read_metrics, reproducibl
 from headrace.wiring.build import models
 from headrace.wiring.checked_config import load_checked
 from headrace.wiring.commands.recredit import RecreditRequest, recredit
+from support.cluster_workers import use_workers_of_this_process
 from support.metrics_table import promised
 from support.paths import EXAMPLES
 
@@ -372,6 +373,18 @@ def test_three_stages_leave_a_policy_a_judge_and_a_critic(bench: Bench) -> None:
     AutoModelForSequenceClassification.from_pretrained(result.folder / "checkpoints" / "reward_model" / "step_000003")
     (episode, *_) = load_trajectories(result.folder / "rollouts" / "step_000001.jsonl")
     assert episode.advantages != (0.0,)
+
+
+def test_a_reward_model_on_a_reward_worker_judges_as_in_the_run(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = use_workers_of_this_process(monkeypatch)
+    weights = []
+    for cluster in ('{ address = "auto", rollout_workers = 0, reward_workers = 1 }', "{}"):
+        result = bench.train(*JUDGED, f"cluster={cluster}", text=RL + STAGES)
+        last = result.folder / "checkpoints" / "rl" / "step_000002"
+        weights.append((last / "model.safetensors").read_bytes())
+    assert made == ["RewardWorker"]
+    assert weights[0] == weights[1]
+    assert records(result.folder, "rl")[0].values["train/grad_norm"] > 0.0
 
 
 def test_a_saved_reward_model_judges_another_run_and_its_critic_may_start_from_it(bench: Bench) -> None:

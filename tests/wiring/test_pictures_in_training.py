@@ -1,24 +1,17 @@
 """Runs with pictures: what is refused before weights are read, and a whole run of a small vision model."""
 
 import json
-import pickle
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headrace import wiring
-from headrace.cluster import runtime
-from headrace.cluster.connection import Places
 from headrace.config import load_config
 from headrace.config.checks.vision import vision_problems
 from headrace.errors import ConfigError, ModelError
 from headrace.model import load
 from headrace.observe.rollouts.files import load_trajectories
-from headrace.wiring import stage_context
-from support.cluster_workers import LocalActor
+from support.cluster_workers import use_workers_of_this_process
 from support.pictures import counted, png
 
 CONFIG = """
@@ -117,42 +110,9 @@ def test_a_run_trains_on_what_it_was_shown_and_leaves_the_torn_picture_out(
     assert (checkpoint / "preprocessor_config.json").is_file()
 
 
-class PicklingActor(LocalActor):
-    """Calls as Ray does, with pickled arguments and results."""
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        method = getattr(self.worker, name)
-
-        async def call(*sent: Any) -> Any:
-            return pickle.loads(pickle.dumps(await method(*sent)))
-
-        self.worker.__dict__[name] = call
-        try:
-            return super()._call(name, *pickle.loads(pickle.dumps(arguments)))
-        finally:
-            del self.worker.__dict__[name]
-
-
 @pytest.fixture
 def workers_here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make workers objects of this process; returns the list of their roles."""
-    ray, roles = pytest.importorskip("ray"), list[str]()
-
-    def create(kind: type, options: Any, *arguments: object) -> PicklingActor:
-        quiet = type(kind.__name__, (kind,), {"forwards_log": False})
-        roles.append(kind.__name__)
-        return PicklingActor(quiet(*arguments))
-
-    @asynccontextmanager
-    async def open_places(address: str, wanted: Any, *, deadline_s: float) -> AsyncIterator[Places]:
-        yield Places(None, wanted)
-
-    monkeypatch.setattr(Places, "options", lambda places, role, index: {})
-    monkeypatch.setattr(stage_context, "open_places", open_places)
-    monkeypatch.setattr(runtime, "create_actor", create)
-    monkeypatch.setattr(runtime, "kill_actor", lambda actor: actor.kill())
-    monkeypatch.setattr(ray, "put", lambda value: pickle.loads(pickle.dumps(value)))
-    return roles
+    return use_workers_of_this_process(monkeypatch)
 
 
 def test_pictures_go_to_workers_and_back_with_their_groups(source: Path, workers_here: list[str]) -> None:

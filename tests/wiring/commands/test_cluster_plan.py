@@ -90,6 +90,25 @@ def test_processes_with_a_model_need_gpus_where_the_run_has_one(monkeypatch: pyt
     assert "GPUs: about" not in plan(monkeypatch, *overrides, nodes=nodes[:1])
 
 
+@pytest.mark.parametrize(
+    ("rewards", "gpus"),
+    [
+        ('[{ fn = "judge", path = "j", kwargs = { rubric = "r" } }]', 1),
+        ('[{ fn = "reward_model", path = "m" }]', 1),
+        ('[{ fn = "judge", kwargs = { url = "http://x", model = "m", rubric = "r" } }]', 0),
+        ('[{ fn = "env" }]', 0),
+    ],
+)
+def test_reward_workers_with_a_model_of_their_own_need_gpus(
+    rewards: str, gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [ClusterNode(address="10.0.0.1", cpus=8.0, free_cpus=8.0, free_gpus=2.0)]
+    overrides = ["cluster.address=auto", "cluster.reward_workers=1", f"rl.rewards={rewards}"]
+    text = plan(monkeypatch, *overrides, nodes=nodes, gpus=["H200"])
+    assert ("  reward worker 0 with 1 GPUs: about 10.0.0.1" in text) is bool(gpus)
+    assert "  reward worker 0" in text
+
+
 def test_embedded_engines_are_placed_on_a_cluster_and_started_here_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = [ClusterNode(address="10.0.0.1", cpus=8.0, free_cpus=8.0, free_gpus=2.0)]
     overrides = ["cluster.engine_replicas=2", "cluster.rollout_workers=1"]
