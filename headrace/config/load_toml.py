@@ -245,7 +245,10 @@ def _table_of_method(path: KeyPath) -> str | None:
 
 def _nearest_key(path: KeyPath) -> str:
     """Say what to write in place of an unknown key: its plural or singular in the same table, a key of this name in
-    another table, one spelt like it in the same table, or all keys of the table. Old names count, and are answered with the new ones."""
+    another table, one spelt like it in the same table, or all keys of the table.
+
+    Old names count, and are answered with the new ones.
+    """
     name = str(path[-1])
     cls: type = Config
     for part in path[:-1]:
