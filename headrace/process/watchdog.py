@@ -28,6 +28,7 @@ from headrace.errors import HeadraceError, boundary
 
 logger = logging.getLogger(__name__)
 
+STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # of commands that have no [run] with times of its own
 EXIT_STALLED = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
 MAX_FRAMES, MAX_TASKS, MAX_OTHERS = 12, 20, 8
 EVENT_LOOP = "event loop"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.errors import HeadraceError, JournalError, boundary
 from headrace.observe.machine import return_free_memory
-from headrace.process.watchdog import Watchdog
+from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog
 from headrace.service.evaluation.completion_rewards import RewardRule
 from headrace.service.evaluation.evaluate_policy import Evaluator
 from headrace.service.evaluation.reference_scoring import References, Score
@@ -25,7 +25,7 @@ from headrace.service.requests.sessions import Sessions
 from headrace.service.sampling.sampler_cache import SamplerCache
 from headrace.service.sampling.sampling_queue import SamplingQueue
 from headrace.service.sampling.sampling_requests import SamplingRequests
-from headrace.service.settings import STALL_END_S, STALL_WARN_S, Limits
+from headrace.service.settings import Limits
 from headrace.service.store.checkpoint_folders import CheckpointFolders
 from headrace.service.store.cleanup import GOING, clear_leftovers, newer_states
 from headrace.service.store.entities import ModelCard

@@ -26,7 +26,6 @@ COUNTS = (
 )  # fmt: skip
 SECONDS = ("poll_s", "session_timeout_s", "keep_results_s", "keep_models_s", "tidy_s", "header_s", "body_s")
 SHORTEST_S, LONGEST_POLL_S = 0.01, 40.0
-STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # what makes no progress is told, and ends the server
 MAX_PORT = 65535
 PUBLIC_URL = re.compile(r"https?://[A-Za-z0-9.:_\[\]-]+(/[^?#\s]*)?")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")

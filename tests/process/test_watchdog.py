@@ -15,7 +15,7 @@ import pytest
 from headrace.config.introspect import default_of, keys
 from headrace.process import watchdog
 from headrace.process.watchdog import Watchdog, beat, describe_tasks, open_activities, watching, watching_thread
-from headrace.service.settings import STALL_END_S, STALL_WARN_S, Limits
+from headrace.service.settings import Limits
 
 
 @pytest.fixture(autouse=True)
@@ -227,4 +227,4 @@ def test_by_default_every_wait_has_a_deadline() -> None:
     served = {entry.name: getattr(Limits(), entry.name) for entry in fields(Limits) if entry.name.endswith("_s")}
     assert served
     assert [name for name, seconds in served.items() if not 0 < seconds < math.inf] == []
-    assert 0 < STALL_WARN_S < STALL_END_S < math.inf
+    assert 0 < watchdog.STALL_WARN_S < watchdog.STALL_END_S < math.inf

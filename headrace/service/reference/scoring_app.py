@@ -14,13 +14,12 @@ from starlette.responses import Response
 
 from headrace import __version__
 from headrace.errors import ModelError, RequestError, boundary
-from headrace.process.watchdog import Watchdog
+from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog
 from headrace.protocols import RewardRunner
 from headrace.service.evaluation.reference_scoring import Score
 from headrace.service.http.auth import Access, ApiUser, key_of
 from headrace.service.http.middleware import RequestGate, add_error_handlers
 from headrace.service.reference.reward_routes import reward_routes
-from headrace.service.settings import STALL_END_S, STALL_WARN_S
 from headrace.service.store.registry import NotFound
 from headrace.service.wire.loss_conversion import to_loss_and_data
 from headrace.service.wire.messages import PROTOBUF, decompress, parse_forward, read_forward, write_forward

@@ -14,7 +14,7 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.model.device import choose_device, choose_dtype
 from headrace.model.load import LanguageModel, load_model, no_progress_bars, prepare
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.process.watchdog import Watchdog
+from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog
 from headrace.render import Renderer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, LossSpec
@@ -25,7 +25,6 @@ from headrace.verify.subject import VerifySubject
 from headrace.wiring.build.models import fuse_cuda_layers
 
 ROWS, LONGEST = 16, 4096  # of the engine under test
-STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # a computation that makes no progress is told, and ends the command
 CUDA_HEAD_WIDTH = 64
 
 

@@ -222,7 +222,7 @@ async def test_a_container_that_dies_is_a_failed_episode_and_not_a_hang(
     pool: ContainerPool, docker: FakeDocker
 ) -> None:
     playing = asyncio.ensure_future(play(pool, call_text("echo started > /tmp/started; sleep 500"), "fixed"))
-    while not list(docker.state.glob("containers/*/root/tmp/started")):
+    while not list(docker.state.glob("containers/*/*/tmp/started")):
         assert not playing.done()
         await asyncio.sleep(0.01)
     [pid] = docker.pids()
