@@ -517,15 +517,16 @@ def dashboard(
     from headrace.reward.builtin.final_answer import final_answer
 
     key = key if key is not None else os.environ.get(KEY_VARIABLE) or None
-    with open_dashboard(
-        folders or [Path("runs")], host=host, port=port, key=key, cache=cache, final_answer=final_answer
-    ) as (
+    folders = folders or [Path("runs")]
+    with open_dashboard(folders, host=host, port=port, key=key, cache=cache, final_answer=final_answer) as (
         url,
         server,
         listening,
     ):
         print(f"the dashboard is on {url}{' (with the key)' if key is not None else ''}; Ctrl-C ends it", flush=True)
-        end_with_input(server)
+        missing = [] if end_with_input(server) else [folder for folder in folders if not folder.exists()]
+        for folder in missing:
+            print(f"there is no folder {visible(str(folder))} yet: its runs are listed once they begin", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listening])
 

@@ -101,10 +101,13 @@ def serving_dashboard(
             thread.join(STOP_S)
 
 
-def end_with_input(server: uvicorn.Server) -> None:
-    """End the server when the standard input does: the run that started it is gone, however it ended."""
+def end_with_input(server: uvicorn.Server) -> bool:
+    """End the server when the standard input does: the run that started it is gone, however it ended.
+
+    Returns whether a run started it.
+    """
     if os.environ.pop(UNTIL_INPUT_ENDS, None) is None:
-        return
+        return False
 
     def wait() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -113,6 +116,7 @@ def end_with_input(server: uvicorn.Server) -> None:
         server.should_exit = True
 
     threading.Thread(target=wait, name="headrace-dashboard-input", daemon=True).start()
+    return True
 
 
 @contextlib.contextmanager

@@ -44,11 +44,13 @@ def test_the_command_prints_its_address_answers_without_torch_and_ends_with_ctrl
     sums: Callable[..., Path], tmp_path: Path
 ) -> None:
     run = sums()
-    command = [*COMMAND, str(run.parent), "--port", "0", "--cache", str(tmp_path / "cache")]
+    nowhere = tmp_path / "nowhere"
+    command = [*COMMAND, str(run.parent), str(nowhere), "--port", "0", "--cache", str(tmp_path / "cache")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
     assert process.stdout is not None
     said = process.stdout.readline()
     assert said.startswith("the dashboard is on http://127.0.0.1:")
+    assert process.stdout.readline() == f"there is no folder {nowhere} yet: its runs are listed once they begin\n"
     assert answers(said.split(";")[0].split()[-1])
     mapped = Path(f"/proc/{process.pid}/maps").read_text()
     assert "libtorch" not in mapped
