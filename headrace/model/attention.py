@@ -429,8 +429,12 @@ def _attend_cached(
             mask = context.chunk_mask[start - first : start - first + chunk.length, ..., :filled]
         if window is not None and filled > window:
             mask = mask + _window_mask(context.positions[span], filled, window, mask.dtype)
-        key_all, value_all = (store[chunk.row, :, :filled].expand(chunk.length, -1, -1, -1) for store in (keys, values))
-        outputs.append(_by_row(grouped[span], key_all, value_all, mask, options))
+        key_HFW, value_HFW = (store[chunk.row, :, :filled] for store in (keys, values))
+        if query.is_cuda and options.plain and not torch.are_deterministic_algorithms_enabled():
+            outputs.append(by_chunk(grouped[span], key_HFW, value_HFW, mask, options))
+        else:
+            key_all, value_all = (states.expand(chunk.length, -1, -1, -1) for states in (key_HFW, value_HFW))
+            outputs.append(_by_row(grouped[span], key_all, value_all, mask, options))
         start += chunk.length
     if start < query.shape[2]:
         outputs.append(grouped.new_zeros(*grouped[start:].shape[:-1], values.shape[-1]))
@@ -475,6 +479,15 @@ def _by_row(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Sc
             of_head = replace(options, sinks_Q=options.sinks_Q.view(heads, -1)[head])
         outputs.append(_products(query[:, span], key[:, span], value[:, span], mask, of_head))
     return torch.cat(outputs, dim=1)
+
+
+def by_chunk(query: Tensor, key_HFW: Tensor, value_HFW: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:
+    """Compute attention of rows with the same keys [H, F, W] in one call; last bits depend on what rows there are."""
+    rows, heads, groups, width = query.shape
+    queries = query.reshape(rows, heads * groups, width).transpose(0, 1)[None]
+    keys, values = (states[None].repeat_interleave(groups, dim=1) for states in (key_HFW, value_HFW))
+    out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask[None, :, 0, 0], scale=options.scaling)
+    return out[0].transpose(0, 1).unflatten(1, (heads, groups))  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: ScoreOptions) -> Tensor:

@@ -55,7 +55,7 @@ from headrace.model.vision.kinds import (
     text_model,
     text_parameters,
 )
-from headrace.model.vision.tower import ImageRows
+from headrace.model.vision.tower import ImageRows, add_deep_features
 from headrace.names import SMOLLM2, SMOLLM2_INSTALL, TEXT_HALVES, VISION_MODES
 from headrace.storage.adapter_files import describe_adapter, find_adapter
 from headrace.storage.hub import hub_name, model_files
@@ -121,7 +121,7 @@ class LanguageModel:
         if images is not None:
             if embedded_TD is None:
                 embedded_TD = self.model.get_input_embeddings()(tokens_T)
-            inputs = {"inputs_embeds": images.embed(embedded_TD)[None], **images.deep_arguments(len(tokens_T))}
+            inputs = {"inputs_embeds": images.embed(embedded_TD)[None], **images.deep_arguments()}
         elif embedded_TD is not None:
             inputs = {"inputs_embeds": embedded_TD[None]}
         if tokens_T.is_cuda:  # the mask is never read; without one transformers reads the positions, which waits
@@ -322,6 +322,8 @@ def _prepare_vision(model: Any, *, trained: bool, files: Mapping[str, bytes]) ->
     text = text_parameters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained or name in text)
+    if hasattr(half := text_model(model), "_deepstack_process"):
+        half._deepstack_process = add_deep_features
     merge = int(getattr(model.config.vision_config, "spatial_merge_size", 1))
     return VisionPart(model_type=model.config.model_type, merge=merge, processor_files=files)
 

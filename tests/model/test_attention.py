@@ -15,7 +15,17 @@ from transformers import LlamaForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
-from headrace.model.attention import Cached, KVCache, Packed, PromptChunk, attend, causal_mask, visible_mask
+from headrace.model.attention import (
+    Cached,
+    KVCache,
+    Packed,
+    PromptChunk,
+    ScoreOptions,
+    attend,
+    by_chunk,
+    causal_mask,
+    visible_mask,
+)
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.tiny import make_model, make_tokenizer
 
@@ -327,3 +337,18 @@ def test_a_prefix_is_copied_to_another_slot_and_survives_a_longer_cache() -> Non
         assert torch.equal(grown[:4, :, :64], store[:4])
         assert (grown[4:] == 0).all()
         assert (grown[:, :, 64:] == 0).all()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_chunk_in_one_call_is_attention_by_definition(groups: int) -> None:
+    """As GPUs compute it: rows at positions 5 to 11 of a slot, whose keys behind them are not seen."""
+    generator = torch.Generator().manual_seed(0)
+    heads, rows, filled = 2, 7, 16
+    query = torch.randn(rows, heads, groups, D, generator=generator, dtype=torch.float64)
+    key, value = (torch.randn(heads, filled, D, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = visible_mask(torch.arange(5, 5 + rows), filled, torch.float64)
+    found = by_chunk(query, key, value, mask, ScoreOptions(scaling=0.3))
+    for row in range(rows):
+        seen = slice(0, 5 + row + 1)
+        shares = torch.softmax(0.3 * query[row] @ key[:, seen].transpose(1, 2), dim=-1)
+        torch.testing.assert_close(found[row], shares @ value[:, seen])

@@ -20,20 +20,31 @@ from headrace.model.attention import Cached, Context, Packed, attend
 from headrace.model.cuda import fp16_matmul
 from headrace.model.cuda.compile import FUSED
 from headrace.model.cuda.reductions import add_strips
+from headrace.model.cuda.tower import fuse_tower_module
 from headrace.model.lora import LoraLinear
 
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm")
-ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
-LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "SmolLM3MLP")
+NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3VLTextRMSNorm", "SmolLM3RMSNorm")
+ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3VLTextAttention")
+LAYERS = (
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+    "Qwen3VLTextDecoderLayer",
+)
+MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "SmolLM3MLP")
 HALF = (torch.bfloat16, torch.float16)
 STRIPS = 1056  # programs of the norm's backward pass, eight for each multiprocessor of an H100 or H200
 BLOCK = 1024
 
 
 def fuse_layers(model: nn.Module) -> None:
-    """Give layers, norms, MLPs and attentions of the types listed above a fused forward; leave all others alone."""
+    """Give layers, norms, MLPs and attentions of the types listed above a fused forward; leave all others alone.
+
+    Vision towers get theirs from `tower.py`.
+    """
     for module in model.modules():
+        fuse_tower_module(module)
         name = type(module).__name__
         if name in NORMS:
             module.forward = MethodType(_norm_forward, module)  # bound, so a deep copy of the model uses its own

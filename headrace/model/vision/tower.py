@@ -18,7 +18,7 @@ from headrace.pictures import ModelImage
 from headrace.types import IntArray
 
 KEPT_BYTES = 2**29  # of features that a `FeatureCache` keeps
-TOGETHER = 16  # images that a GPU computes in one pass
+PASS_BYTES = 3 * 2**27  # of pixels that a GPU computes in one pass: 65,536 patches of Qwen3-VL
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +54,50 @@ class ImageRows:
         """Replace the embeddings of these rows."""
         return embedded_TD.index_copy(0, self.rows_I, self.embeddings_ID.to(embedded_TD.dtype))
 
-    def deep_arguments(self, rows: int) -> dict[str, Any]:
-        """Return the keyword arguments by which the text half of Qwen3-VL takes what is added to its layers."""
-        if not self.deep:
-            return {}
-        mask = torch.zeros((1, rows), dtype=torch.bool, device=self.rows_I.device)
-        mask[0, self.rows_I] = True
-        return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(self.deep)}
+    def deep_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments by which the text half of Qwen3-VL takes what is added to its layers.
+
+        transformers has a mask in the place of the rows, which `add_deep_features` reads.
+        """
+        return {"visual_pos_masks": self.rows_I, "deepstack_visual_embeds": list(self.deep)} if self.deep else {}
 
 
-def encode_images(model: Any, images: Sequence[ModelImage]) -> list[ImageFeatures]:
-    """Compute the features of images; differentiable in the tower's weights where gradients are enabled."""
+def add_deep_features(hidden_1TD: Tensor, rows_I: Tensor, features_ID: Tensor) -> Tensor:
+    """Add features to rows of a layer's output, in place of a method of Qwen3-VL that waits for the device."""
+    return hidden_1TD.index_add(1, rows_I, features_ID.to(hidden_1TD.dtype)[None])
+
+
+def encode_images(model: Any, images: Sequence[ModelImage], *, together: int | None = None) -> list[ImageFeatures]:
+    """Compute the features of images; differentiable in the tower's weights where gradients are enabled.
+
+    `together`: images of one pass; without it one, or on a GPU as many as have PASS_BYTES.
+    """
     tower_weight = next(model.base_model.parameters())
     device, dtype = tower_weight.device, tower_weight.dtype
-    size = TOGETHER if device.type == "cuda" else 1
+    compute = _encode_idefics if hasattr(model.base_model, "connector") else _encode_qwen
     features: list[ImageFeatures] = []
-    for start in range(0, len(images), size):
-        batch = images[start : start + size]
-        pixels = torch.from_numpy(np.concatenate([image.pixels for image in batch])).to(device, dtype)
-        compute = _encode_idefics if hasattr(model.base_model, "connector") else _encode_qwen
-        features += compute(model.base_model, pixels, batch)
+    while len(features) < len(images):
+        rest = images[len(features) :]
+        batch = rest[: together or (_first_pass(rest) if device.type == "cuda" else 1)]
+        features += compute(model.base_model, _upload(batch, device).to(dtype), batch)
     return features
+
+
+def _first_pass(images: Sequence[ModelImage]) -> int:
+    """Return how many images the first pass takes, at least one."""
+    total = np.cumsum([image.pixels.nbytes for image in images])
+    return max(1, int(np.searchsorted(total, PASS_BYTES, side="right")))
+
+
+def _upload(images: Sequence[ModelImage], device: torch.device) -> Tensor:
+    """Copy the pixels of images to the device, end to end; one by one to a GPU, without a copy of all on the host."""
+    if device.type != "cuda":
+        return torch.from_numpy(np.concatenate([image.pixels for image in images])).to(device)
+    sizes = [len(image.pixels) for image in images]
+    pixels = torch.empty((sum(sizes), *images[0].pixels.shape[1:]), device=device)
+    for place, image in zip(torch.split(pixels, sizes), images, strict=True):
+        place.copy_(torch.from_numpy(image.pixels if image.pixels.flags.writeable else image.pixels.copy()))
+    return pixels
 
 
 def _encode_qwen(base: Any, pixels: Tensor, images: Sequence[ModelImage]) -> list[ImageFeatures]:
