@@ -225,8 +225,6 @@ class EmbeddedEngine:
         merge = vision.merge if vision.three_axes else None
         if fault := image_fault(request.images, len(request.prompt), merge=merge):
             raise SamplerError(f"the prompt cannot be used: {fault}")
-        if not self._returns_hidden:
-            raise SamplerError("a decoder that takes several steps at a time reads no pictures")
         if vision.three_axes:
             sequence.rotary = rotary_positions(len(request.prompt), request.images, merge=vision.merge)
             sequence.rotary_shift = rotary_shift(sequence.rotary)

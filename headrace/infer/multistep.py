@@ -38,6 +38,7 @@ class DecodeRow:
     stops: tuple[int, ...]  # stop tokens
     donor: int = 0  # slot that holds the first `shared` positions too, where other sequences read them
     shared: int = 0
+    rotary_shift: int = 0  # from a position to the rotary one, behind pictures whose positions have three axes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ def decode_row(slot: int, sequence: SequenceState, *, slots: Slots) -> DecodeRow
         stops=tuple(sequence.stop_tokens),
         donor=donor,
         shared=shared,
+        rotary_shift=sequence.rotary_shift,
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
 from headrace.model.cuda import available
 from headrace.model.load import LanguageModel, load_model
@@ -29,6 +30,7 @@ from support.vision_models import TYPES, VisionFolder
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 BF16 = 2**-8
 SIZES = {"width": 128, "layers": 3, "tower_width": 64, "tower_layers": 3}
+DECODED_IN_GRAPHS, KV_TOKENS = ("qwen3_vl", "smolvlm", "idefics3"), 16 * 256
 ROUNDING = {torch.bfloat16: 0.01, torch.float32: 1e-5}  # of log-probs, in the mean
 Placed = tuple[IntArray, tuple[PlacedImage, ...]]
 
@@ -95,13 +97,20 @@ def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return float((square / sum(float(value.square().sum()) for value in exact.values())) ** 0.5)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sampled_log_probs_are_the_trainers(folder: VisionFolder, dtype: torch.dtype) -> None:
-    """Prompts are prefilled in chunks that end inside of pictures, together; the trainer packs them."""
+def test_sampled_log_probs_are_the_trainers(folder: VisionFolder, dtype: torch.dtype, graphs: bool) -> None:
+    """Prompts are prefilled in chunks that end inside of pictures, or whole beside graphs; the trainer packs them."""
+    if graphs and folder.model_type not in DECODED_IN_GRAPHS:
+        pytest.skip("decoded by its modules")
     lm, batch = load(folder, "cuda", dtype), sequences(folder) * 4
+    decoder = graph_decoder(lm, max_num_seqs=16, kv_tokens=KV_TOKENS, graphs=graphs)
+    assert (decoder is not None) == graphs
 
     async def sample() -> list[Completion]:
-        engine = EmbeddedEngine(lm, max_num_seqs=16, prefill_chunk_tokens=17, prefill_tokens=64)
+        engine = EmbeddedEngine(
+            lm, max_num_seqs=16, kv_tokens=KV_TOKENS, prefill_chunk_tokens=17, prefill_tokens=64, decoder=decoder
+        )
         try:
             params = [SamplingParams(max_tokens=20, seed=seed, stop_tokens=()) for seed in range(len(batch))]
             return list(

@@ -7,6 +7,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,11 @@ from headrace.infer.sampling import sample_rows
 from headrace.model.attention import Cached, KVCache, PromptChunk
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.cpu.packed_linear import linear
-from headrace.model.load import LanguageModel
+from headrace.model.load import LanguageModel, load_model
+from headrace.model.vision.kinds import text_config
 from headrace.types import Completion, SampleRequest, SamplingParams, SharedWeights, StopReason, int_array
 from support.engines import LIMIT_S, VOCABULARY, alone, bits, opened, request_of, sample_all, small_model
+from support.vision_models import VisionFolder
 
 LM = small_model()
 ROWS, STEPS = 16, 5
@@ -38,8 +41,10 @@ class StepDecoder:
     share_sampled = True
 
     def __init__(self, lm: LanguageModel, *, kv_tokens: int) -> None:
-        config = lm.model.config
+        config = text_config(lm.model.config)
         width = config.hidden_size // config.num_attention_heads
+        self._shifts: dict[int, int] = {}  # of slots that are decoded
+        self.shifts_seen: set[int] = set()
         self._shape: dict[str, Any] = {
             "layers": config.num_hidden_layers,
             "heads": config.num_key_value_heads,
@@ -60,6 +65,7 @@ class StepDecoder:
         return self._cache
 
     def prefill(self, pieces: Sequence[PromptChunk], tokens: Sequence[int]) -> None:
+        self._shifts = {}
         self._forward(pieces, tokens)
 
     def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
@@ -67,6 +73,8 @@ class StepDecoder:
             for layer in (*self._cache.keys, *self._cache.values):
                 assert torch.equal(layer[row.donor][:, : row.shared], layer[row.slot][:, : row.shared])
         self.shared = max([self.shared, *(row.shared for row in rows)])
+        self._shifts = {row.slot: row.rotary_shift for row in rows}
+        self.shifts_seen |= set(self._shifts.values())
         self._rows, self._drawn_before = list(rows), [0] * len(rows)
         self._fed = [row.token for row in rows]
         self._live = list(range(len(rows)))
@@ -124,7 +132,8 @@ class StepDecoder:
             chunks=tuple(pieces),
         )
         fed = torch.tensor([*map(int, tokens), *[0] * padding])
-        return self._lm.hidden(fed, torch.tensor(positions + [0] * padding), context)
+        turned = [place + self._shifts.get(slot, 0) for place, slot in zip(positions, slots, strict=True)]
+        return self._lm.hidden(fed, torch.tensor(turned + [0] * padding), context)
 
 
 class Spelling:
@@ -142,6 +151,33 @@ def prompt_of(size: int, seed: int = 0) -> list[int]:
 
 def multistep_engine(lm: LanguageModel = LM, *, kv_tokens: int = 8192, max_num_seqs: int = ROWS) -> Any:
     return opened(lm, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens, decoder=StepDecoder(lm, kv_tokens=kv_tokens))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "smolvlm"])
+def test_prompts_with_pictures_are_prefilled_by_the_modules_and_decoded_at_their_positions(
+    model_type: str, tmp_path: Path
+) -> None:
+    """The bits of the plain engine, where the tokens behind a picture are closer to it than their number says."""
+    folder = VisionFolder(tmp_path, model_type)
+    lm = load_model(folder.path)
+    prompt, behind = [9, 10, 11, 12], [20, 21, 22]
+    placed = [
+        folder.place([prompt, folder.image(1), behind]),
+        folder.place([prompt, folder.image(1), behind[:1]]),
+        folder.place([prompt, folder.image(2, 48, 64), behind, folder.image(3), behind]),
+        folder.place([prompt, behind]),
+    ]
+    requests = [
+        SampleRequest(prompt=tokens, images=images, params=SamplingParams(max_tokens=12, seed=seed, stop_tokens=()))
+        for seed, (tokens, images) in enumerate(placed)
+    ]
+    decoder = StepDecoder(lm, kv_tokens=8192)
+    with opened(lm, max_num_seqs=ROWS, kv_tokens=8192, decoder=decoder) as engine:
+        together = sample_all(engine, requests)
+    assert (min(decoder.shifts_seen) < 0) == (model_type == "qwen3_vl")
+    with opened(lm, max_num_seqs=ROWS, kv_tokens=8192) as engine:
+        plain = sample_all(engine, requests)
+    assert [bits(completion) for completion in together] == [bits(completion) for completion in plain]
 
 
 @pytest.mark.parametrize("share_sampled", [True, False])

@@ -65,6 +65,7 @@ class TokenIndex:
     slot_tokens: Tensor  # positions of a slot
     donors: Tensor | None = None  # of decode rows: the slot in which the first `shared` positions are read
     shared: Tensor | None = None
+    shifts: Tensor | None = None  # of decode rows: from a position to the rotary one, which pictures bring closer
 
 
 def hidden(
@@ -153,6 +154,7 @@ class DecodeAttention:
             index.slot_tokens,
             index.donors,
             index.shared,
+            index.shifts,
             of.query_norm if norm else unused,
             of.key_norm if norm else unused,
             kernels.LOG2_E * shape.W**-0.5,

@@ -28,7 +28,7 @@ from headrace.model.load import LanguageModel
 PROMPT_TOKENS = 4096
 MAX_STEPS = 32  # of one multi-step decode
 BLOCK = 4096  # of the vocabulary
-TOKEN, POSITION, SLOT, DONOR, SHARED, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(10)
+TOKEN, POSITION, SLOT, DONOR, SHARED, SHIFT, SEED, COUNT, LIMIT, DRAWN, FIELDS = range(11)
 
 
 class GraphDecoder:
@@ -177,6 +177,7 @@ class GraphDecoder:
         fields[SLOT, :count] = [row.slot for row in rows]
         fields[DONOR, :count] = [row.donor for row in rows]
         fields[SHARED, :count] = [row.shared for row in rows]
+        fields[SHIFT, :count] = [row.rotary_shift for row in rows]
         fields.view(np.uint64)[SEED, :count] = [row.seed for row in rows]
         fields[COUNT, :count] = [row.count for row in rows]
         fields[LIMIT, :count] = [row.limit for row in rows]
@@ -210,7 +211,12 @@ class GraphDecoder:
         assert self._cache is not None
         shape, workspace = self._weights.shape, self._workspace.first(bucket)
         index = TokenIndex(
-            self._field(POSITION), self._field(SLOT), self._slot_tokens, self._field(DONOR), self._field(SHARED)
+            self._field(POSITION),
+            self._field(SLOT),
+            self._slot_tokens,
+            self._field(DONOR),
+            self._field(SHARED),
+            self._field(SHIFT),
         )
         attend = partial(self._attention, workspace=workspace, index=index, cache=self._cache)
         forward.hidden(self._weights, self._field(TOKEN), workspace, attend, only_cache=False)

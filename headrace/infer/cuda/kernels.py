@@ -80,6 +80,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     slot_tokens,
     donors,
     shared,
+    shifts,
     query_norm,
     key_norm,
     scale,
@@ -119,6 +120,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     length = tl.load(slot_tokens).to(tl.int64)
     donor = tl.load(donors + row).to(tl.int64)
     common = tl.load(shared + row).to(tl.int32)
+    turn = position + tl.load(shifts + row).to(tl.int32)
     q1 = tl.load(spot, mask=real, other=0.0)
     q2 = tl.load(spot + HALF, mask=real, other=0.0)
     k1 = tl.load(base + (Q + head) * W + half)
@@ -142,8 +144,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         inverse_key = 1.0 / tl.sqrt((tl.sum(g1 * g1, 0) + tl.sum(g2 * g2, 0)) / W + epsilon)
         k1 = _scaled(k1, inverse_key, tl.load(key_norm + half))
         k2 = _scaled(k2, inverse_key, tl.load(key_norm + HALF + half))
-    cosine = tl.load(cosines + position * HALF + half)
-    sine = tl.load(sines + position * HALF + half)
+    cosine = tl.load(cosines + turn * HALF + half)
+    sine = tl.load(sines + turn * HALF + half)
     q1, q2 = _turn(q1, q2, cosine[None, :], sine[None, :])
     k1, k2 = _turn(k1, k2, cosine, sine)
     origin = (slot * H + head) * length * W

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from headrace.model.cuda.fp16_matmul import BF16, FP16
 from headrace.model.load import LanguageModel
 from headrace.model.lora import LoraLinear
+from headrace.model.vision.kinds import text_config, text_model
 
-TYPES = ("llama", "mistral", "qwen2", "qwen3")
+TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text")  # of the text half, where a model has a vision tower
 HALF = (torch.bfloat16, torch.float16)
 WIDTHS = (32, 64, 128, 256)  # of an attention head
 
@@ -53,14 +54,15 @@ class DecoderLayer:
 
 def unsupported_reason(lm: LanguageModel) -> str | None:
     """Say in a few words why this model cannot be decoded in CUDA graphs; return None if it can."""
-    config: Any = lm.model.config
+    config: Any = text_config(lm.model.config)
     if lm.device.type != "cuda":
         return "the model is not on CUDA"
     if config.model_type not in TYPES:
         return f"models of type '{config.model_type}' have layers of another kind"
-    attention, mlp = lm.model.base_model.layers[0].self_attn, lm.model.base_model.layers[0].mlp
+    layers = text_model(lm.model).layers
+    attention, mlp = layers[0].self_attn, layers[0].mlp
     width, heads, kv_heads = attention.head_dim, config.num_attention_heads, config.num_key_value_heads
-    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in lm.model.base_model.layers]
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in layers]
     windows.append(config.sliding_window if config.model_type == "mistral" else None)
     if any(windows):
         return "it has a sliding window"
@@ -74,13 +76,13 @@ def unsupported_reason(lm: LanguageModel) -> str | None:
 
 
 def shape_of(lm: LanguageModel) -> DecoderShape:
-    config: Any = lm.model.config
+    config: Any = text_config(lm.model.config)
     return DecoderShape(
         layers=config.num_hidden_layers,
         D=config.hidden_size,
         Q=config.num_attention_heads,
         H=config.num_key_value_heads,
-        W=lm.model.base_model.layers[0].self_attn.head_dim,
+        W=text_model(lm.model).layers[0].self_attn.head_dim,
         inner=config.intermediate_size,
         V=config.vocab_size,
         epsilon=config.rms_norm_eps,
@@ -92,7 +94,7 @@ class DenseWeights:
 
     def __init__(self, lm: LanguageModel, *, positions: int) -> None:
         assert unsupported_reason(lm) in (None, "the model is not on CUDA")
-        base = lm.model.base_model
+        base = text_model(lm.model)
         self.shape = shape_of(lm)
         self.dtype = FP16 if lm.dtype == BF16 else lm.dtype  # of the operands of matrix products
         self._copies: list[tuple[Tensor, nn.Module, str]] = []
@@ -101,6 +103,8 @@ class DenseWeights:
         self.head = self._joined([lm.model.lm_head], dtype=lm.dtype)
         self.layers = [self._layer(layer) for layer in base.layers]
         place = torch.arange(positions, device=lm.device)[None]
+        if text_config(lm.model.config).model_type == "qwen3_vl_text":  # the axes of a text token are alike
+            place = place.expand(3, 1, -1)
         cosines, sines = base.rotary_emb(self.embedding[:1], place)
         half = self.shape.W // 2
         self.cosines, self.sines = (table[0, :, :half].contiguous() for table in (cosines, sines))
