@@ -31,8 +31,10 @@ def convolve_slots(
 
 
 def _weigh_taps(inputs: Tensor, rows_TK: Tensor, weight_DK: Tensor, bias_D: Tensor | None) -> Tensor:
-    weight_KD = weight_DK.T.contiguous()
+    """Sum over the taps in float32 or wider, and round once."""
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    weight_KD = weight_DK.T.to(wide).contiguous()
     out = inputs.index_select(0, rows_TK[:, 0]) * weight_KD[0]
     for tap in range(1, len(weight_KD)):
-        out = torch.addcmul(out, inputs.index_select(0, rows_TK[:, tap]), weight_KD[tap])
-    return out if bias_D is None else out + bias_D
+        out = torch.addcmul(out, inputs.index_select(0, rows_TK[:, tap]).to(wide), weight_KD[tap])
+    return (out if bias_D is None else out + bias_D).to(inputs.dtype)
