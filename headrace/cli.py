@@ -385,13 +385,9 @@ def doctor() -> None:
 
     Ends with a check that sampling does not depend on the other requests in the batch.
     """
-    from concurrent.futures import ProcessPoolExecutor
-    from multiprocessing import get_context
+    from headrace.wiring.commands.doctor import check_sampling, checking_aside, describe_machine
 
-    from headrace.wiring.commands.doctor import check_sampling, describe_machine
-
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
-        checking = pool.submit(check_sampling)  # runs while packages are listed
+    with checking_aside(check_sampling) as checking:  # it runs while packages are listed
         for text in describe_machine(checking, waiting):
             print(text)
 

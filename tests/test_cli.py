@@ -3,10 +3,12 @@
 import errno
 import io
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import time
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
@@ -26,7 +28,7 @@ from headrace.observe.machine import OPTIONAL, REQUIRED, machine_facts
 from headrace.observe.run_folder import RunFolder
 from headrace.wiring.build.model_sizes import model_shape
 from headrace.wiring.checked_config import load_checked
-from headrace.wiring.commands.doctor import SamplingCheck, describe_machine
+from headrace.wiring.commands.doctor import SamplingCheck, checking_aside, describe_machine
 from headrace.wiring.resume import run_to_resume
 
 RUN = """
@@ -328,8 +330,8 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, object]]:
     return found
 
 
-def describe(checking: "Future[SamplingCheck]") -> None:
-    for text in describe_machine(checking, waiting):
+def describe(checking: "Future[SamplingCheck]", limit_s: float = 60.0) -> None:
+    for text in describe_machine(checking, waiting, limit_s=limit_s):
         print(text)
 
 
@@ -349,6 +351,19 @@ def test_doctor_says_what_it_found_before_a_check_that_died(capsys: pytest.Captu
     with pytest.raises(HeadraceError, match="sampling cannot be checked: BrokenProcessPool"):
         describe(checked)
     assert "cpu           Mill" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("packages")
+def test_doctor_ends_a_check_that_hangs_and_its_process() -> None:
+    before = set(multiprocessing.active_children())
+    with checking_aside(partial(time.sleep, 600)) as checking:  # type: ignore[arg-type]
+        [process] = set(multiprocessing.active_children()) - before
+        with pytest.raises(
+            HeadraceError, match=r"has not ended after 0\.2 s, .* CUDA_VISIBLE_DEVICES= headrace doctor"
+        ):
+            describe(checking, limit_s=0.2)
+    process.join(60)
+    assert not process.is_alive()
 
 
 def test_doctor_does_not_wait_for_a_check_that_cannot_be_made(
