@@ -49,6 +49,8 @@ class RunConfig:
     stall_warn_s: PositiveFloat = 300.0  # what makes no progress for so long is told in the log, with all stacks
     # what makes no progress for so long ends the run with code 75, to be resumed; 0: never
     stall_end_s: NonNegativeFloat = 3600.0
+    # a start of the run, or a loading of models, that takes so long ends it in the same way; 0: never
+    load_end_s: NonNegativeFloat = 14400.0
     # rl: a run whose advantages were all 0 in so many training steps in a row ends with the cause, code 1; 0: never
     stop_without_signal: NonNegative = 20
 

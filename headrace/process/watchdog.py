@@ -3,8 +3,9 @@
 Code that may hang says what it does with `watching(...)` and that it moves with `beat()`. Both only write to a table,
 so they cost next to nothing. A `Watchdog` reads the table on a thread of its own, and asks its event loop for a sign of
 life. What has not moved for `tell_s` is told in the log, and again each time that twice as long has passed; what has
-not moved for `end_s` ends the process, so that no wait is endless. If even the watchdog's thread does not run, because
-another one keeps the interpreter's lock, `faulthandler` writes the stacks to `stacks`.
+not moved for `end_s` ends the process, so that no wait is endless. A start and the loading of models, which cannot say
+that they move, may take `load_end_s`. If even the watchdog's thread does not run, because another one keeps the
+interpreter's lock, `faulthandler` writes the stacks to `stacks`.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from headrace.errors import HeadraceError, boundary
 
 logger = logging.getLogger(__name__)
 
-STALL_WARN_S, STALL_END_S = 300.0, 3600.0  # of commands that have no [run] with times of its own
+STALL_WARN_S, STALL_END_S, LOAD_END_S = 300.0, 3600.0, 14400.0  # of commands that have no [run] with times of its own
 EXIT_STALLED = 75  # EX_TEMPFAIL of sysexits.h: a scheduler may start the run again
 MAX_FRAMES, MAX_TASKS, MAX_OTHERS = 12, 20, 8
 EVENT_LOOP = "event loop"
@@ -43,6 +44,7 @@ class Activity:
     thread: str
     detail: Callable[[], str] | None  # more words, asked for when a stall is told; may be called on any thread
     has_deadline: bool  # of its own: it is told, and never ended from here
+    loads: bool = False  # a start, or the loading of models: it may take `load_end_s`
     moved: float = field(default_factory=time.monotonic)  # when it began or last moved
     told_s: float = 0.0  # how long it had not moved when it was last told
 
@@ -70,10 +72,12 @@ _observers: tuple[Observer, ...] = ()
 
 
 @contextmanager
-def watching(what: str, *, detail: Callable[[], str] | None = None, has_deadline: bool = False) -> Iterator[Activity]:
+def watching(
+    what: str, *, detail: Callable[[], str] | None = None, has_deadline: bool = False, loads: bool = False
+) -> Iterator[Activity]:
     """Enter an activity into the table while the block runs; works in threads and in coroutines."""
     number = next(_numbers)
-    _open[number] = activity = Activity(what, threading.current_thread().name, detail, has_deadline)
+    _open[number] = activity = Activity(what, threading.current_thread().name, detail, has_deadline, loads)
     observers = _observers
     for observer in observers:
         observer(what, 1)
@@ -110,14 +114,14 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 @contextmanager
-def watching_thread(what: str, *, has_deadline: bool = False) -> Iterator[None]:
+def watching_thread(what: str, *, has_deadline: bool = False, loads: bool = False) -> Iterator[None]:
     """Enter an activity of this thread, which `beat()` finds; for code that holds its thread to the end.
 
     The activity around it, the event loop for example, cannot move meanwhile, so it is told and not ended.
     """
     outer: Activity | None = getattr(_on_thread, "activity", None)
     outer_has_deadline = outer is not None and outer.has_deadline
-    with watching(what, has_deadline=has_deadline) as activity:
+    with watching(what, has_deadline=has_deadline, loads=loads) as activity:
         _on_thread.activity = activity
         if outer is not None:
             outer.has_deadline = True
@@ -145,16 +149,17 @@ class Watchdog:
         *,
         tell_s: float,
         end_s: float,  # 0: never
+        load_end_s: float = LOAD_END_S,  # of a start and of the loading of models; 0: never
         go_on: str = "",  # how to go on after the end, for the last message
-        ends: bool = True,  # False: nothing is ended before `begin_ending`
         stacks: Path | None = None,  # the file for the stacks of a process in which no thread of Python can run
         exit: Callable[[int], object] = os._exit,
     ) -> None:
         assert tell_s > 0
         assert end_s >= 0
-        self._tell_s, self._end_s, self._go_on, self._exit = tell_s, end_s, go_on, exit
-        self._interval_s = min(5.0, tell_s / 4, *([end_s / 4] if end_s else []))
-        self._ends, self._stacks_path = ends, stacks
+        assert load_end_s >= 0
+        self._tell_s, self._end_s, self._load_end_s, self._go_on, self._exit = tell_s, end_s, load_end_s, go_on, exit
+        self._interval_s = min(5.0, *(each_s / 4 for each_s in (tell_s, end_s, load_end_s) if each_s))
+        self._stacks_path = stacks
         self._stacks: BinaryIO | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-watchdog", daemon=True)
@@ -176,12 +181,6 @@ class Watchdog:
                 self._stacks = self._stacks_path.open("ab")
         self._thread.start()
         return self
-
-    def begin_ending(self) -> None:
-        """End what does not move from now on; the time before does not count."""
-        for activity in list(_open.values()):
-            activity.beat()
-        self._ends = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -231,12 +230,21 @@ class Watchdog:
                 logger.warning("  %s", line)
             for line in describe_tasks(self._loop):
                 logger.warning("  %s", line)
-        end_s = self._end_s if self._ends else 0.0
-        overdue = [a for a in open_now if end_s and not a.has_deadline and now - a.moved >= end_s]
-        if overdue:
-            logger.error("%s: nothing moved for %g s, so the process ends%s", overdue[0].what, self._end_s, self._go_on)
-            logging.shutdown()
-            self._exit(EXIT_STALLED)
+        for activity in open_now:
+            end_s = self._load_end_s if activity.loads else self._end_s
+            if end_s and not activity.has_deadline and now - activity.moved >= end_s:
+                logger.error("%s: nothing moved for %g s, so the process ends%s", activity.what, end_s, self._go_on)
+                logging.shutdown()
+                self._exit(EXIT_STALLED)
+                break
+
+
+@contextmanager
+def watching_start(what: str) -> Iterator[None]:
+    """Watch the start of a command that has no [run] and no event loop yet; what it loads is a part of it."""
+    watch = Watchdog(tell_s=STALL_WARN_S, end_s=STALL_END_S, load_end_s=LOAD_END_S, go_on="; start it again")
+    with watch, watching_thread(what, loads=True):
+        yield
 
 
 def describe_threads() -> Iterator[str]:

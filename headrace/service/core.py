@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.errors import HeadraceError, JournalError, boundary
 from headrace.observe.machine import return_free_memory
-from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog
+from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog, watching_thread
 from headrace.service.evaluation.completion_rewards import RewardRule
 from headrace.service.evaluation.evaluate_policy import Evaluator
 from headrace.service.evaluation.reference_scoring import References, Score
@@ -140,9 +140,9 @@ class Service:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Run what the journal has queued, and whatever comes; at the end leave the rest to the journal."""
-        with boundary(JournalError, "what an earlier server left cannot be removed"):
-            await self.registry.commit(*await asyncio.to_thread(self._clear_leftovers))
         with Watchdog(tell_s=STALL_WARN_S, end_s=STALL_END_S, go_on="; start the server again"):
+            with boundary(JournalError, "what an earlier server left cannot be removed"):
+                await self.registry.commit(*await asyncio.to_thread(self._clear_leftovers))
             await self._resume()
             expiring = asyncio.create_task(self._expire_often(), name="headrace-expire")
             try:
@@ -157,8 +157,9 @@ class Service:
                     await asyncio.to_thread(self._note_progress)
 
     def _clear_leftovers(self) -> list[Change]:
-        newer = newer_states(self._folder, self.registry, self._journal)
-        return clear_leftovers(self._folder, self.registry, self._journal.records(GOING), keep=newer)
+        with watching_thread("removing what an earlier server left", loads=True):  # there may be much
+            newer = newer_states(self._folder, self.registry, self._journal)
+            return clear_leftovers(self._folder, self.registry, self._journal.records(GOING), keep=newer)
 
     async def _resume(self) -> None:
         """Queue the requests that an earlier server left in the journal; damaged ones fail, and never run."""

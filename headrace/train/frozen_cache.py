@@ -108,7 +108,7 @@ class ReferenceModels:
             loaded.set()
 
     def _load_reference(self, name: str) -> FrozenReference:
-        with watching_thread(f"loading the reference model '{name}'", has_deadline=True):  # large ones take long
+        with watching_thread(f"loading the reference model '{name}'", loads=True):
             lm = self._load(name)
         lm.model.requires_grad_(False)
         size = model_bytes(lm.model)

@@ -209,13 +209,13 @@ async def open_stage(run: RunContext, state: RunState, checkpoint: StageCheckpoi
         judged = plays and has_terms(config, state.reward_model_path)
         samples = name in ("rl", "distill") or judged
         places = await opened.enter_async_context(_open_places(config, stage=name, samples=samples))
-        with watching_thread(f"loading the models of stage {name}", has_deadline=True):  # large ones take long
+        with watching_thread(f"loading the models of stage {name}", loads=True):
             runtime = _open_runtime(run, state, checkpoint, samples=samples, places=places)
         opened.callback(runtime.close)
         if isinstance(runtime, LocalRuntime):
             opened.push_async_callback(runtime.turns.finish)
             await runtime.start()
-        with watching_thread(f"loading the rewards of stage {name}", has_deadline=True):
+        with watching_thread(f"loading the rewards of stage {name}", loads=True):
             terms = make_terms(config, state.reward_model_path) if judged else []
         opened.push_async_callback(close_terms, terms)
         programs = AgentEndpoint(runtime.renderer)

@@ -91,7 +91,7 @@ async def run_distill(context: StageContext) -> None:
         distill_player(c, teacher, config.run.seed, context.sampler, context.renderer, context.programs)
         for teacher in c.teachers
     ]
-    with watching_thread("loading the teachers", has_deadline=True):
+    with watching_thread("loading the teachers", loads=True):
         teachers = [
             context.runtime.open_teacher(teacher.path, micro_batch_tokens=c.micro_batch_tokens)
             for teacher in c.teachers

@@ -60,18 +60,43 @@ def test_a_beat_outside_of_watched_work_does_nothing() -> None:
     beat()
 
 
-def test_nothing_is_ended_before_the_watchdog_is_told_to(told: pytest.LogCaptureFixture) -> None:
+def test_what_loads_may_take_longer_and_is_ended_too(told: pytest.LogCaptureFixture) -> None:
     exits: list[int] = []
-    watch = Watchdog(tell_s=10.0, end_s=100.0, ends=False, exit=exits.append)
-    with watching("a long start") as activity:
-        activity.moved -= 1000
-        watch.check(time.monotonic())
+    watch = Watchdog(tell_s=10.0, end_s=100.0, load_end_s=1000.0, exit=exits.append)
+    with watching("a long start", loads=True) as activity:
+        watch.check(activity.moved + 999)
         assert "no progress: a long start" in told.text
-        watch.begin_ending()
-        watch.check(time.monotonic() + 99)
         assert not exits
-        watch.check(time.monotonic() + 101)
+        watch.check(activity.moved + 1001)
     assert exits == [75]
+    assert "a long start: nothing moved for 1000 s, so the process ends" in told.text
+
+
+def test_a_load_has_no_end_if_none_is_wanted_and_other_work_keeps_its_own() -> None:
+    exits: list[int] = []
+    watch = Watchdog(tell_s=10.0, end_s=100.0, load_end_s=0.0, exit=exits.append)
+    with watching("loading a model", loads=True) as activity:
+        watch.check(activity.moved + 1e6)
+    assert not exits
+    with watching("the trainer") as activity:
+        watch.check(activity.moved + 101)
+    assert exits == [75]
+
+
+ENDLESS_START = """
+import time
+from headrace.process import watchdog
+watchdog.STALL_WARN_S, watchdog.LOAD_END_S = 0.1, 0.3
+with watchdog.watching_start("the start of the server"):
+    time.sleep(600)
+"""
+
+
+def test_an_endless_start_of_a_command_without_a_run_ends_with_a_code() -> None:
+    command = [sys.executable, "-c", ENDLESS_START]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 75
+    assert "the start of the server: nothing moved for 0.3 s, so the process ends; start it again" in ended.stderr
 
 
 def test_work_on_the_thread_of_the_event_loop_beats_for_it_and_a_long_load_does_not_end_it() -> None:
@@ -83,7 +108,7 @@ def test_work_on_the_thread_of_the_event_loop_beats_for_it_and_a_long_load_does_
             beat()
             watch.check(time.monotonic())
             assert not exits
-            with watching_thread("loading a model", has_deadline=True):
+            with watching_thread("loading a model", loads=True):
                 watch.check(time.monotonic() + 5000)
                 assert not exits
             watch.check(time.monotonic() + 5000)
@@ -222,9 +247,10 @@ def test_an_endless_wait_ends_the_process_with_a_code_that_schedulers_know() -> 
 def test_by_default_every_wait_has_a_deadline() -> None:
     """Of every time that a configuration may set, and of the watchdog, which ends what nothing else does."""
     times = {path: default_of(owner, name) for path, owner, name in keys() if name.endswith("_s")}
-    assert {"run.stall_warn_s", "run.stall_end_s", "rl.async.task_timeout_s", "cluster.deadline_s"} <= times.keys()
+    known = {"run.stall_warn_s", "run.stall_end_s", "run.load_end_s", "rl.async.task_timeout_s", "cluster.deadline_s"}
+    assert known <= times.keys()
     assert [path for path, seconds in times.items() if not 0 < seconds < math.inf] == []
     served = {entry.name: getattr(Limits(), entry.name) for entry in fields(Limits) if entry.name.endswith("_s")}
     assert served
     assert [name for name, seconds in served.items() if not 0 < seconds < math.inf] == []
-    assert 0 < watchdog.STALL_WARN_S < watchdog.STALL_END_S < math.inf
+    assert 0 < watchdog.STALL_WARN_S < watchdog.STALL_END_S < watchdog.LOAD_END_S < math.inf

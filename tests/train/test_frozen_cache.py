@@ -124,22 +124,27 @@ def test_nobody_waits_for_ever_for_a_model_that_another_caller_loads(monkeypatch
         assert len(first.result(100)) == 1
 
 
-def test_scoring_that_stands_still_is_told_and_ended_and_loading_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_and_loading_that_stand_still_are_told_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "_open", {})  # without what other tests left running
     exits, during = list[int](), list[tuple[str, ...]]()
-    watch = Watchdog(tell_s=300.0, end_s=3600.0, exit=exits.append)
+    watch = Watchdog(tell_s=300.0, end_s=3600.0, load_end_s=14400.0, exit=exits.append)
 
     def take_days() -> None:
         during.append(open_activities())
-        watch.check(time.monotonic() + 1e6)
+        watch.check(time.monotonic() + 3601)
 
     def load(name: str) -> LanguageModel:
         take_days()
+        if name == "2":
+            watch.check(time.monotonic() + 14401)
         return make(name)
 
     references = ReferenceModels(load)
     references.score("1", data())
     assert (during, exits) == ([("loading the reference model '1'",)], [])
+    ReferenceModels(load).score("2", data())
+    assert (during.pop(), exits) == (("loading the reference model '2'",), [watchdog.EXIT_STALLED])
+    exits.clear()
     whole = FrozenScorer._score_micro_batch
     monkeypatch.setattr(
         FrozenScorer, "_score_micro_batch", lambda scorer, batch: (take_days(), whole(scorer, batch))[1]

@@ -292,6 +292,7 @@ RUNNING = StageSteps(done={"sft": 10, "rl": 4})
     [
         ("run.name", "a", "b", True),
         ("run.stall_end_s", 1.0, 2.0, False),
+        ("run.load_end_s", 1.0, 2.0, False),
         ("model.path", "a", "b", True),
         ("model.lora.alpha", 1.0, 2.0, True),
         ("model.recompute", "auto", True, False),

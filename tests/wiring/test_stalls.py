@@ -115,17 +115,29 @@ def test_a_stall_is_told_by_name(
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"),
-    [(train_command, "preflight"), (train_command, "record_inputs"), (stage_context, "_open_runtime")],
+    ("owner", "name", "what"),
+    [
+        (train_command, "starting_model", "the start of the run"),
+        (train_command, "preflight", "the start of the run"),
+        (train_command, "record_inputs", "the start of the run"),
+        (stage_context, "_open_runtime", "loading the models of stage rl"),
+    ],
 )
-def test_a_start_that_takes_long_is_told_and_not_ended(
-    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("takes_s", "ends"), [(9_000, False), (11_000, True)])
+def test_a_start_that_takes_long_is_told_and_one_without_end_is_ended(
+    owner: Any,
+    name: str,
+    what: str,
+    takes_s: float,
+    ends: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "model", words=WORDS, width=16, layers=1, heads=2, kv_heads=1, context=64, seed=0)
     (tmp_path / "tasks.jsonl").write_text('{"prompt": "add 1 + 2 ="}\n{"prompt": "add 3 + 4 ="}\n')
     (tmp_path / "mine.py").write_text("def score(episode):\n    return 1.0\n")
-    (tmp_path / "run.toml").write_text(CONFIG.replace("stall_warn_s = 0.4", ""))
+    (tmp_path / "run.toml").write_text(CONFIG.replace("stall_warn_s = 0.4", "load_end_s = 10000.0"))
     exits, watchdogs = list[int](), list[watchdog.Watchdog]()
 
     def watch(**settings: Any) -> watchdog.Watchdog:
@@ -134,18 +146,20 @@ def test_a_start_that_takes_long_is_told_and_not_ended(
 
     function, calls = getattr(owner, name), list[int]()
 
-    def take_days(*args: Any, **kwargs: Any) -> Any:
+    def take_long(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        watchdogs[0].check(time.monotonic() + 1e6)
+        watchdogs[0].check(time.monotonic() + takes_s)
         return function(*args, **kwargs)
 
     monkeypatch.setattr(train_command, "Watchdog", watch)
-    monkeypatch.setattr(owner, name, take_days)
+    monkeypatch.setattr(owner, name, take_long)
     config = load_checked(tmp_path / "run.toml", [], command="train")
     result = wiring.train(config, config_text_path=tmp_path / "run.toml", resume=None)
     assert calls
-    assert "no progress: the event loop" in (result.folder / "log.txt").read_text()
-    assert not exits
+    log = (result.folder / "log.txt").read_text()
+    assert f"no progress: {what}" in log
+    assert exits == ([watchdog.EXIT_STALLED] * len(calls) if ends else [])
+    assert (f"{what}: nothing moved for 10000 s, so the process ends; go on with  headrace train" in log) == ends
 
 
 def open_evaluation(folder: Path) -> Config:
@@ -183,7 +197,7 @@ def test_a_stall_of_an_evaluation_is_told_by_name(
     assert "thread " in caplog.text
 
 
-def test_an_evaluation_that_stands_still_ends_and_its_loading_does_not(
+def test_an_evaluation_that_stands_still_ends_and_so_does_its_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -194,18 +208,23 @@ def test_an_evaluation_that_stands_still_ends_and_its_loading_does_not(
         watchdogs.append(watchdog.Watchdog(**settings, exit=exits.append))
         return watchdogs[0]
 
-    def take_days(function: Callable[..., Any]) -> Callable[..., Any]:
+    def take(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            watchdogs[0].check(time.monotonic() + 1e6)
+            watchdogs[0].check(time.monotonic() + seconds)
             return function(*args, **kwargs)
 
         return call
 
     monkeypatch.setattr(eval_command, "Watchdog", watch)
-    monkeypatch.setattr(eval_command, "load_policy", take_days(eval_command.load_policy))
-    eval_command.evaluate(config)
-    assert exits == []
+    load = eval_command.load_policy
+    for seconds, ends in ((14_000.0, False), (14_500.0, True)):
+        watchdogs.clear()
+        monkeypatch.setattr(eval_command, "load_policy", take(seconds, load))
+        eval_command.evaluate(config)
+        assert exits == ([watchdog.EXIT_STALLED] if ends else [])
+    exits.clear()
     watchdogs.clear()
-    monkeypatch.setattr(Scheduler, "run_step", take_days(Scheduler.run_step))
+    monkeypatch.setattr(eval_command, "load_policy", load)
+    monkeypatch.setattr(Scheduler, "run_step", take(3700.0, Scheduler.run_step))
     eval_command.evaluate(config)
     assert set(exits) == {watchdog.EXIT_STALLED}

@@ -62,7 +62,7 @@ def _open_trunk(c: RlConfig, critic: CriticConfig, context: StageContext) -> Tra
     saved = None if resumed is None else resumed.folder / "critic"
     adapters = context.run.config.model.lora is not None
     path = whole(start) if saved is None or adapters else str(saved)
-    with watching_thread("loading the critic", has_deadline=True):
+    with watching_thread("loading the critic", loads=True):
         return context.runtime.open_critic(path, micro_batch_tokens=c.micro_batch_tokens, state=saved)
 
 
@@ -98,5 +98,5 @@ def open_frozen(context: StageContext, path: str | None, *, micro_batch_tokens: 
         scorer = context.cluster.frozen(folder)
         if scorer is not None:
             return scorer
-    with watching_thread("loading a frozen model", has_deadline=True):
+    with watching_thread("loading a frozen model", loads=True):
         return context.runtime.open_frozen(path, micro_batch_tokens=micro_batch_tokens)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.metrics import metric_values
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import no_progress_bars
-from headrace.process.watchdog import Watchdog
+from headrace.process.watchdog import Watchdog, watching_thread
 from headrace.protocols import Env
 from headrace.render import Renderer
 from headrace.reward.terms import GroupTerm, Term
@@ -97,16 +97,19 @@ async def _evaluate(
 ) -> EvalResult:
     """Play the tasks of [eval.source]; `wrap_env` may wrap the function that makes environments.
 
-    Stalls are told as in a run. Loading is told and never ended: large models take long.
+    Stalls are told and ended as in a run.
     """
-    with Watchdog(
-        tell_s=config.run.stall_warn_s, end_s=config.run.stall_end_s, go_on="; start it again", ends=False
-    ) as watchdog:
-        return await _play(config, wrap_env, watchdog)
+    run = config.run
+    with (
+        Watchdog(tell_s=run.stall_warn_s, end_s=run.stall_end_s, load_end_s=run.load_end_s, go_on="; start it again"),
+        ExitStack() as starting,
+    ):
+        starting.enter_context(watching_thread("the start of the evaluation", loads=True))
+        return await _play(config, wrap_env, starting)
 
 
 async def _play(
-    config: Config, wrap_env: Callable[[Callable[[], Env]], Callable[[], Env]], watchdog: Watchdog
+    config: Config, wrap_env: Callable[[Callable[[], Env]], Callable[[], Env]], starting: ExitStack
 ) -> EvalResult:
     source = config.eval.source
     if source is None:
@@ -130,7 +133,7 @@ async def _play(
     try:
         make_env = make_env_of(source, max_turns=max_turns)
         async with open_player(config, terms, wrap_env(make_env)) as play:
-            watchdog.begin_ending()
+            starting.close()
             return await evaluate_tasks(tasks, play)
     finally:
         await close_terms(terms)

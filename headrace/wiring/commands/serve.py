@@ -22,6 +22,7 @@ from headrace.model.memory import ModelDims, kv_bytes_per_token, model_dims, num
 from headrace.model.tiny import save_tiny
 from headrace.names import min_kv_tokens
 from headrace.observe.machine import FROZEN_BY_PYTHON
+from headrace.process.watchdog import watching_start
 from headrace.render import Renderer
 from headrace.service.core import Service
 from headrace.service.host.adapter_host import AdapterHost
@@ -73,7 +74,8 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
     check_reach(config.serve.host, has_keys=bool(config.keys))
     folder = Path(config.serve.folder).absolute()
     _raise_file_limit()
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
+        starting.enter_context(watching_start("the start of the server"))
         stack.enter_context(private_files(folder, config.serve.journal))
         journal = stack.enter_context(contextlib.closing(_open_journal(config, folder)))
         stack.enter_context(_folder_lock(folder))
@@ -124,6 +126,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
                 service, access, flags=dict(config.flags), renderer=renderer, public_url=config.serve.public_url
             )
             with prompt_collections():
+                starting.close()  # the running server has a watchdog of its own
                 yield ServiceHandle(app=app, card=card, new_key=fresh_key)
 
 

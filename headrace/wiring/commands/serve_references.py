@@ -19,6 +19,7 @@ from headrace.model.load import LanguageModel, load_model, model_folder, no_prog
 from headrace.model.memory import num_parameters, read_model_dims
 from headrace.model.quantized import Quantization, choose_quantizer
 from headrace.names import REWARD_MODEL
+from headrace.process.watchdog import watching_start
 from headrace.reward.reward_runner import GroupRewardRunner
 from headrace.reward.sandbox.pool import SandboxSettings
 from headrace.reward.user_term import UserRewardSpec, check_importable, sandboxed_term, trusted_term
@@ -172,7 +173,8 @@ def open_reference_server(config: ServeConfig) -> Iterator[tuple[FastAPI, tuple[
             raise ConfigError("there is no model to score with: name some in [[references]], or write model.path")
         name = Path(config.model.path).name
         config = replace(config, references=(ReferenceModel(name=name, path=config.model.path),))
-    runners = make_reward_runners(config)
+    with watching_start("the start of the server"):
+        runners = make_reward_runners(config)
     with open_references(config) as named:
         app = make_reference_app(named, Access(config.keys), rewards=runners, body_bytes=config.limits.body_bytes)
         yield app, tuple(sorted({*named, *runners}))

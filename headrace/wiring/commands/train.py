@@ -39,7 +39,7 @@ from headrace.observe.run_folder import RunFolder, is_bare
 from headrace.observe.run_warnings import RunWarnings, keeping_warnings
 from headrace.observe.sinks.jsonl import JsonlSink, check_records
 from headrace.process.thread_pool import start_pool
-from headrace.process.watchdog import Watchdog
+from headrace.process.watchdog import Watchdog, watching_thread
 from headrace.storage.folder_lock import FolderLock, hold_folder
 from headrace.storage.hub import HubCommit
 from headrace.train.checkpoint import LoadedCheckpoint, checkpoint_name, read_checkpoint
@@ -195,7 +195,33 @@ async def _train(
     warnings: RunWarnings,
     asked: StopRequest,
 ) -> RunResult:
-    """Load everything, run the stages, write the report. `served_tokens`: of a model at a service."""
+    """Start the run and run its stages, watched for stalls."""
+    run = config.run
+    with (
+        Watchdog(
+            tell_s=run.stall_warn_s,
+            end_s=run.stall_end_s,
+            load_end_s=run.load_end_s,
+            go_on=f"; {go_on(folder)}",
+            stacks=folder.log,
+        ),
+        contextlib.ExitStack() as starting,
+    ):
+        starting.enter_context(watching_thread("the start of the run", loads=True))
+        return await _start_and_run(config, folder, lock, served_tokens, start, warnings, asked, starting)
+
+
+async def _start_and_run(
+    config: Config,
+    folder: RunFolder,
+    lock: FolderLock,
+    served_tokens: TokenizerOnly | None,
+    start: _Start,
+    warnings: RunWarnings,
+    asked: StopRequest,
+    starting: contextlib.ExitStack,
+) -> RunResult:
+    """Load everything, close `starting`, run the stages, write the report. `served_tokens`: of a model at a service."""
     await start_pool()
     if served_tokens is not None:
         model, tokens = starting_state(config.model), served_tokens
@@ -206,13 +232,6 @@ async def _train(
     with (
         contextlib.closing(MetricOutputs(config.metrics)) as outputs,
         stop_on_signals(asked, deadline_s=config.checkpoint.deadline_s),
-        Watchdog(
-            tell_s=config.run.stall_warn_s,
-            end_s=config.run.stall_end_s,
-            go_on=f"; {go_on(folder)}",
-            ends=False,  # a start may take long, and a resume would take as long again
-            stacks=folder.log,
-        ) as watchdog,
         ActivityRecorder(folder.activity, check_owner=lock.check) as activity,
     ):
         plan = plan_resume(with_any_steps(config), folder, check_owner=lock.check)
@@ -251,7 +270,7 @@ async def _train(
             )
             if start.changes:
                 _go_on_changed(config, folder, plan, start.changes)
-            watchdog.begin_ending()
+            starting.close()
             with contextlib.nullcontext() if plan.is_finished else _recorded_outcome(folder):
                 figures = await _run_stages(run, plan, model)
     summary = {key: value for key, value in figures.items() if isinstance(value, int | float)}
