@@ -252,8 +252,9 @@ class ModelRunner:
         padded = rows + rows[:1] * max(-len(rows) % ALIGN, ALIGN - len(rows))
         hidden_BD = hidden_TD[padded]
         with self._using([self._row_adapters[row] for row in padded]):
-            product = head.logits if self._adapters is None else linear
-            logits_BV = apply_adapters(HEAD, hidden_BD, product(hidden_BD, self._head_weight()))
+            plain = self._adapters is None or hidden_BD.is_cuda
+            logits_BV = (head.logits if plain else linear)(hidden_BD, self._head_weight())
+            logits_BV = apply_adapters(HEAD, hidden_BD, logits_BV)
             return self.lm.logit_rule.apply(logits_BV)[: len(rows)]
 
     def _using(self, adapters: list[int]) -> AbstractContextManager[None]:

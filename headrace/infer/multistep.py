@@ -6,15 +6,14 @@ scheduler starts the next call for the same sequences before it reads the result
 not idle. This module touches no device.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
-from headrace.errors import SamplerError
 from headrace.infer.kv_slots import SequenceState, Slots
 from headrace.model.attention import KVCache, PromptChunk
+from headrace.model.multi_lora import BASE
 from headrace.types import FloatArray, IntArray
 
 STOPS = 8  # most stop tokens of a sequence that a decoder looks for
@@ -36,6 +35,7 @@ class DecodeRow:
     seed: int
     temperature: float
     stops: tuple[int, ...]  # stop tokens
+    adapter: int = BASE  # its key
     donor: int = 0  # slot that holds the first `shared` positions too, where other sequences read them
     shared: int = 0
     rotary_shift: int = 0  # from a position to the rotary one, behind pictures whose positions have three axes
@@ -58,14 +58,18 @@ class Decoder(Protocol):
     """
 
     prompt_tokens: int  # most tokens of one `prefill`
+    takes_adapters: bool  # whether rows and prompts may use adapters
     share_sampled: bool  # whether keys and values of sampled tokens may replace prefilled ones, though last bits differ
 
     def cache(self, rows: int, tokens: int) -> KVCache:
         """Lay the storage out as `rows` slots of `tokens` positions; the caller moves its content."""
         ...
 
-    def prefill(self, chunks: Sequence[PromptChunk], tokens: Sequence[int]) -> None:
-        """Write keys and values of the chunks' tokens, which lie end to end, into their slots."""
+    def prefill(
+        self, chunks: Sequence[PromptChunk], tokens: Sequence[int], adapters: Sequence[int] | None = None
+    ) -> None:
+        """Write keys and values of the chunks' tokens, which lie end to end, into their slots; `adapters` has the key
+        of each chunk's."""
         ...
 
     def start(self, rows: Sequence[DecodeRow], steps: int) -> None:
@@ -104,6 +108,7 @@ def decode_row(slot: int, sequence: SequenceState, *, slots: Slots) -> DecodeRow
         seed=params.seed,
         temperature=params.temperature,
         stops=tuple(sequence.stop_tokens),
+        adapter=sequence.adapter,
         donor=donor,
         shared=shared,
         rotary_shift=sequence.rotary_shift,
@@ -111,10 +116,11 @@ def decode_row(slot: int, sequence: SequenceState, *, slots: Slots) -> DecodeRow
 
 
 def decoded_rows(result: DecodeResult) -> Iterator[tuple[list[int], list[float], list[float]]]:
-    """Yield tokens, log-probs and raw log-probs of each row. Raises SamplerError when a log-prob is not finite."""
-    counts = np.arange(result.tokens.shape[1]) < result.drawn[:, None]
-    if not np.isfinite(result.logprobs[counts]).all():
-        raise SamplerError("the model's log-probs are not finite: its weights are damaged")
+    """Yield tokens, log-probs and raw log-probs of each row."""
     rows = zip(result.tokens.tolist(), result.logprobs.tolist(), result.raw_logprobs.tolist(), strict=True)
     for count, (tokens, logprobs, raw) in zip(result.drawn.tolist(), rows, strict=True):
         yield tokens[:count], logprobs[:count], raw[:count]
+
+
+def all_finite(logprobs: Sequence[float]) -> bool:
+    return all(map(math.isfinite, logprobs))

@@ -27,6 +27,7 @@ from headrace.infer.multistep import (
     STEPS_ALONE,
     STEPS_JOINED,
     Decoder,
+    all_finite,
     decodable,
     decode_row,
     decoded_rows,
@@ -88,7 +89,7 @@ class Scheduler:
         if not self.is_busy or self._inbox.closed:
             return
         admitted = self._schedule()
-        if self._decoder is not None and not any(sequence.adapter for _, sequence in self._slots.active()):
+        if self._decoder is not None and (self._decoder.takes_adapters or not self._uses_adapters()):
             self._multistep_decode(self._decoder, admitted=admitted, run_ahead=run_ahead)
             return
         batch = self._prepare_batch()
@@ -102,6 +103,9 @@ class Scheduler:
     def is_busy(self) -> bool:
         """True if a sequence waits for a slot or is in one."""
         return bool(self._slots.waiting) or any(sequence is not None for sequence in self._slots.occupants)
+
+    def _uses_adapters(self) -> bool:
+        return any(sequence.adapter for _, sequence in self._slots.active())
 
     def _receive_messages(self, *, wait: bool) -> None:
         """Run the tasks in the inbox; with `wait`, give the first requests for an idle decoder time to become many."""
@@ -206,7 +210,8 @@ class Scheduler:
         if any(sequence.request.images for sequence in batch.chunk_sequences):
             self._runner.forward(ForwardBatch(batch.chunks, batch.chunk_sequences, []), self._kv.cache)
         else:
-            decoder.prefill(batch.chunks, batch.chunk_tokens)
+            adapters = [sequence.adapter for sequence in batch.chunk_sequences]
+            decoder.prefill(batch.chunks, batch.chunk_tokens, adapters)
         self._fill_chunks(batch)
 
     def _decode(
@@ -223,8 +228,12 @@ class Scheduler:
             self.counters.steps += result.tokens.shape[1]
             with self._replies.batch_replies():
                 for (row, sequence), tokens in zip(decoding, decoded_rows(result), strict=True):
-                    if tokens[0] and sequence.row is not None:  # the decoder decodes past a stop string
+                    if not tokens[0] or sequence.row is None:  # the decoder decodes past a stop string
+                        continue
+                    if all_finite(tokens[1]):
                         self._append(row, sequence, *tokens)
+                    else:
+                        self._fail_damaged(sequence)
 
     def _can_run_ahead(self, decoding: list[tuple[int, SequenceState]]) -> bool:
         """Return whether nothing waits, most of the sequences go on, and none needs a longer slot."""

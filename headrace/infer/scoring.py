@@ -104,7 +104,8 @@ class Scorer:
         for start in range(0, len(hidden_TD), chunk):
             hidden_CD = hidden_TD[start : start + chunk]
             with self._adapted(len(hidden_CD)):
-                logits_CV = apply_adapters(HEAD, hidden_CD, linear(hidden_CD, self.head_VD))
+                product = head.logits if hidden_CD.is_cuda else linear
+                logits_CV = apply_adapters(HEAD, hidden_CD, product(hidden_CD, self.head_VD))
             logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
             logits_CV = self.lm.logit_rule.apply(logits_CV)
             yield slice(start, start + len(hidden_CD)), torch.log_softmax(logits_CV / temperature, dim=-1)

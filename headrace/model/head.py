@@ -154,7 +154,10 @@ def backward_chunk(
     grad_weight_VD: Tensor | None,
     rule: LogitRule = PLAIN,
 ) -> Tensor:
-    """Return the gradient of the hidden states and add the weight's to `grad_weight_VD`. Overwrites the chunk."""
+    """Return the gradient of the hidden states and add the weight's to `grad_weight_VD`. Overwrites the chunk.
+
+    A `grad_weight_VD` of fewer columns than the weight is that of its last ones: only these are trained.
+    """
     flat = targets.tokens if targets.tokens.ndim == 2 else targets.tokens[:, None]
     grad_CK = grad_logprobs.reshape(flat.shape)
     scale_C = grad_CK.sum(dim=1)
@@ -180,6 +183,7 @@ def backward_chunk(
     for k in range(flat.shape[1]):
         grad_hidden_CD += grad_CK[:, k, None].to(weight_VD.dtype) * weight_VD[flat[:, k]]
     if grad_weight_VD is not None:
+        hidden_CD = hidden_CD[:, hidden_CD.shape[1] - grad_weight_VD.shape[1] :]
         scaled_CD = hidden_CD * -scale_C[:, None].to(hidden_CD.dtype)
         if grad_weight_VD.dtype == probs_CV.dtype:
             grad_weight_VD.addmm_(probs_CV.T, scaled_CD)
@@ -219,7 +223,10 @@ def fused_loss(
     chunk_tokens: int = CHUNK_TOKENS,
     rule: LogitRule = PLAIN,
 ) -> FusedOut:
-    """Evaluate `loss(span, logprobs, entropy) -> scalar` chunk by chunk; the loss is a sum over tokens."""
+    """Evaluate `loss(span, logprobs, entropy) -> scalar` chunk by chunk; the loss is a sum over tokens.
+
+    `grad_weight_VD`: see `backward_chunk`.
+    """
     hidden_TD, weight_VD = hidden_TD.detach(), detached(weight_VD)
     gradient = torch.empty_like(hidden_TD) if want_gradient else None
     logprobs, entropies = [], []

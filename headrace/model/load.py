@@ -70,7 +70,24 @@ TEXT_NAMES = {
     r"^model\.language_model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
 }
+HALF = (torch.bfloat16, torch.float16)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one of them
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedHead:
+    """Inputs [T, D + R] and weight [V, D + R] of W h + B (A h), and the factor B [V, R], the end of the weight.
+
+    `weight` has no gradient, which is for those who need that of `up` alone; `joined` has.
+    """
+
+    inputs: Tensor
+    weight: Tensor
+    up: Tensor
+
+    @property
+    def joined(self) -> Tensor:
+        return torch.cat([self.weight[:, : -self.up.shape[1]], self.up], dim=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +162,19 @@ class LanguageModel:
         if not isinstance(slot, int):
             raise ModelError("adapters on the output head cannot be mixed in one batch; leave lm_head out of them")
         return head.merged_weight(slot)
+
+    def adapted_head(self, hidden_TD: Tensor) -> "AdaptedHead | None":
+        """Return the output head with its adapter as one product, where merging them would round: in half precision.
+
+        The result is None without an adapter on the head, and in float32, where `head_weight` merges them.
+        """
+        layer, slot = self.model.lm_head, ADAPTER.get()
+        if not isinstance(layer, LoraLinear) or not isinstance(slot, int) or layer.up.dtype not in HALF:
+            return None
+        low_TR = layer.scale * (hidden_TD @ layer.down[slot].T)
+        up_VR = layer.up[slot]
+        joined_VD = torch.cat([layer.base.weight.detach(), up_VR.detach()], dim=1)
+        return AdaptedHead(torch.cat([hidden_TD, low_TR], dim=1), joined_VD, up_VR)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -155,14 +155,26 @@ class AdapterStack:
         heapify(self._free)
 
 
+class AdapterMirror(Protocol):
+    """A second copy of a table's adapters, in the form that some kernels need."""
+
+    def put(self, key: int, adapter: Adapter) -> None: ...
+
+    def remove(self, key: int) -> None: ...
+
+
 class AdapterTable:
-    """Holds the adapters of one model by key. Used only on the thread that samples from the model."""
+    """Holds the adapters of one model by key. Used only on the thread that samples from the model.
+
+    `mirrors` are told of every adapter that is put in or removed.
+    """
 
     def __init__(self, model: Any) -> None:
         self.parts = linear_groups(model)
         self.places = {name: (part, index) for part in self.parts.values() for index, name in enumerate(part.names)}
         self._like = next(model.parameters())
         self._stacks: dict[tuple[int, frozenset[str]], AdapterStack] = {}  # by padded rank and layers
+        self.mirrors: list[AdapterMirror] = []
         self._places: dict[int, tuple[AdapterStack, int]] = {}  # stack and slot by key
         self._versions: dict[int, int] = {BASE: 0}
         self._next = BASE + 1
@@ -183,6 +195,9 @@ class AdapterTable:
         key, self._next = self._next, self._next + 1
         self._places[key], self._versions[key] = (stack, slot), adapter.version
         self._cache.clear()
+        with torch.inference_mode():
+            for mirror in self.mirrors:
+                mirror.put(key, adapter)
         return key
 
     def remove(self, key: int) -> None:
@@ -190,6 +205,8 @@ class AdapterTable:
         del self._versions[key]
         with torch.inference_mode():
             stack.remove(slot)
+            for mirror in self.mirrors:
+                mirror.remove(key)
         self._stacks = {kind: stack for kind, stack in self._stacks.items() if len(stack)}
         self._cache.clear()
 
@@ -435,6 +452,26 @@ def install_hooks(model: nn.Module, table: AdapterTable) -> None:
     """Apply adapters in the model's own linear layers, for models that are run by calling them."""
     for name, (part, index) in table.places.items():
         model.get_submodule(name).register_forward_hook(partial(_adapt_layer, part, index))
+
+
+def adapters_in_use() -> bool:
+    return _ACTIVE.get() is not None
+
+
+def is_adapter_hook(hook: Any) -> bool:
+    return isinstance(hook, partial) and hook.func is _adapt_layer
+
+
+def row_update(layer: nn.Module, x: Tensor) -> Tensor | None:
+    """Compute what the adapters in use add to a hooked layer's result, for code that does not call the layer."""
+    active = _ACTIVE.get()
+    hook: Any = next(filter(is_adapter_hook, layer._forward_hooks.values()), None)
+    if active is None or hook is None:
+        return None
+    part, index = hook.args
+    update = x.new_zeros(*x.shape[:-1], part.outputs[index])
+    active[1].add_(part, index, x.reshape(-1, x.shape[-1]), update.view(-1, part.outputs[index]))
+    return update
 
 
 def _adapt_layer(part: LinearGroup, index: int, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -305,10 +305,15 @@ class MicroBatchRunner:
         want_gradient: bool,
     ) -> tuple[MicroBatchOutput, Seeds]:
         """Compute a token-wise loss and its gradient chunk by chunk, while the chunk's probabilities exist."""
-        weight_VD = self.lm.head_weight()
-        train_head = want_gradient and weight_VD.requires_grad
-        name = self._head_name() if train_head and weight_VD.is_leaf else None
-        buffer = self._optimizer.buffer(name) if name else head.zero_gradient(weight_VD) if train_head else None
+        hidden_RD = hidden_TD[rows_R]
+        adapted = self.lm.adapted_head(hidden_RD)
+        inputs_RD, weight_VD = (
+            (hidden_RD, self.lm.head_weight()) if adapted is None else (adapted.inputs, adapted.weight)
+        )
+        trained = weight_VD if adapted is None else adapted.up
+        train_head = want_gradient and trained.requires_grad
+        name = self._head_name() if train_head and trained.is_leaf and adapted is None else None
+        buffer = self._optimizer.buffer(name) if name else head.zero_gradient(trained) if train_head else None
         parts: list[tuple[Tensor, Mapping[str, Metric]]] = []
         values_R = self._values(hidden_TD, rows_R, loss)
         gradient_R = None if values_R is None else torch.zeros_like(values_R)
@@ -323,7 +328,7 @@ class MicroBatchRunner:
             return out.loss
 
         fused = head.fused_loss(
-            hidden_TD[rows_R],
+            inputs_RD,
             weight_VD,
             targets,
             evaluate,
@@ -335,13 +340,16 @@ class MicroBatchRunner:
         )
         seeds: Seeds = []
         if fused.grad_hidden_TD is not None:
-            gradient_TD = torch.zeros_like(hidden_TD)
-            gradient_TD.index_add_(0, rows_R, fused.grad_hidden_TD)  # a shared token stands for several
-            if hidden_TD.requires_grad:  # else a head alone is trained
+            if adapted is not None:
+                if inputs_RD.requires_grad:
+                    seeds.append((inputs_RD, fused.grad_hidden_TD))
+            elif hidden_TD.requires_grad:  # else a head alone is trained
+                gradient_TD = torch.zeros_like(hidden_TD)
+                gradient_TD.index_add_(0, rows_R, fused.grad_hidden_TD)  # a shared token stands for several
                 seeds.append((hidden_TD, gradient_TD))
             if train_head and name is None:
                 assert buffer is not None
-                seeds.append((weight_VD, buffer.to(weight_VD.dtype)))
+                seeds.append((trained, buffer.to(trained.dtype)))
             if values_R is not None and gradient_R is not None:
                 seeds.append((values_R, gradient_R))
         output = MicroBatchOutput(
@@ -360,9 +368,11 @@ class MicroBatchRunner:
         want_gradient: bool,
     ) -> tuple[MicroBatchOutput, Seeds]:
         """Compute all log-probs first, then a loss over sequences, pairs or groups."""
+        hidden_RD = hidden_TD[rows_R]
+        adapted = self.lm.adapted_head(hidden_RD)
         logprobs, entropy = head.logprobs(
-            hidden_TD[rows_R],
-            self.lm.head_weight(),
+            hidden_RD if adapted is None else adapted.inputs,
+            self.lm.head_weight() if adapted is None else adapted.joined,
             targets,
             want_entropy=loss.inputs.wants_entropy,
             chunk_tokens=self._chunk_tokens,

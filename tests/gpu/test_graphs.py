@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
@@ -17,47 +16,12 @@ from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.multistep import DecodeRow
 from headrace.model.attention import Packed, PromptChunk
-from headrace.model.cuda import available
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora, lora_layers
 from headrace.types import Completion, SampleRequest, SamplingParams, SharedWeights, StopReason, int_array
+from support.cuda_models import KV_TOKENS, VOCABULARY, model_of, requests_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-if available():
-    from headrace.model.cuda.layers import fuse_layers  # needs Triton
-VOCABULARY = 9000  # three blocks of the drawing kernel
-KV_TOKENS = 32 * 512
-
-
-def model_of(kind: str = "qwen2", dtype: torch.dtype = torch.float32, *, spread: float = 0.1) -> LanguageModel:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 384,
-        "intermediate_size": 640,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "max_position_embeddings": 512,
-        "initializer_range": spread,
-        "eos_token_id": None,
-        "bos_token_id": None,
-    }
-    model: Any = {
-        "llama": lambda: LlamaForCausalLM(LlamaConfig(**sizes)),
-        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**sizes)),
-        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes, tie_word_embeddings=True)),
-    }[kind]()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_(std=0.3)
-            elif "norm" in name:
-                parameter.normal_(mean=1.0, std=0.2)
-    lm = prepare(model.to("cuda", dtype), None, source="test")
-    fuse_layers(lm.model)  # as a run does; in float32 they stay transformers' own
-    return lm
 
 
 @contextmanager
@@ -71,23 +35,6 @@ def opened(
         yield engine
     finally:
         engine.close()
-
-
-def requests_of(count: int, *, size: int = 70, tokens: int = 50, **params: Any) -> list[SampleRequest]:
-    """Prompts of 1 to `size` tokens, the first third equal; temperatures 1, 0.7 and 0."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(0, VOCABULARY, size)
-    return [
-        SampleRequest(
-            prompt=int_array(shared if index < count // 3 else rng.integers(0, VOCABULARY, rng.integers(1, size + 1))),
-            params=SamplingParams(
-                max_tokens=tokens - index % 7,
-                seed=2**63 + index,
-                **{"temperature": (1.0, 0.7, 0.0)[index % 3], "stop_tokens": (), **params},
-            ),
-        )
-        for index in range(count)
-    ]
 
 
 def sample_all(engine: EmbeddedEngine, requests: Sequence[SampleRequest]) -> list[Completion]:

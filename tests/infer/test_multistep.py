@@ -38,7 +38,7 @@ class StepDecoder:
     """Decodes by the model's own modules, row by row as prompt pieces of one token; its head is a copy."""
 
     prompt_tokens = 48
-    share_sampled = True
+    takes_adapters, share_sampled = False, True
 
     def __init__(self, lm: LanguageModel, *, kv_tokens: int) -> None:
         config = text_config(lm.model.config)
@@ -64,7 +64,9 @@ class StepDecoder:
         self._cache = KVCache(rows=rows, tokens=tokens, storage=self._storage, **self._shape)
         return self._cache
 
-    def prefill(self, pieces: Sequence[PromptChunk], tokens: Sequence[int]) -> None:
+    def prefill(
+        self, pieces: Sequence[PromptChunk], tokens: Sequence[int], adapters: Sequence[int] | None = None
+    ) -> None:
         self._shifts = {}
         self._forward(pieces, tokens)
 

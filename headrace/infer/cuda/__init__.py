@@ -3,10 +3,12 @@
 - `layer_weights.py` reads the weights of a model, joined and merged where faster, and says which models it supports.
 - `tiling.py` chooses tile sizes: how rows, prompts and keys are divided among programs.
 - `kernels.py` has the Triton kernels of a layer, `sampling_kernels.py` those that sample a token.
+- `adapter_kernels.py` adds the updates of adapters, a different one for each block of rows; `adapter_factors.py` holds
+  the factors and launches those kernels.
 - `forward.py` runs one forward pass over rows of tokens.
 - `graphs.py` implements `Decoder`: state on the device, and a CUDA graph per number of rows.
 
-The last four need Triton; `graph_decoder` checks that it is installed.
+All but the first two need Triton; `graph_decoder` checks that it is installed.
 """
 
 import logging
@@ -16,12 +18,19 @@ from headrace.infer.cuda.layer_weights import HALF, unsupported_reason
 from headrace.infer.multistep import Decoder
 from headrace.model.cuda import available
 from headrace.model.load import LanguageModel
+from headrace.model.multi_lora import AdapterTable
 
 logger = logging.getLogger(__name__)
 
 
 def graph_decoder(
-    lm: LanguageModel, *, max_num_seqs: int, kv_tokens: int, graphs: bool | None = None, deterministic: bool = False
+    lm: LanguageModel,
+    *,
+    max_num_seqs: int,
+    kv_tokens: int,
+    graphs: bool | None = None,
+    deterministic: bool = False,
+    adapters: AdapterTable | None = None,
 ) -> Decoder | None:
     """Return a decoder for this model, or None if the engine should decode with the model's own modules.
 
@@ -36,4 +45,6 @@ def graph_decoder(
         return None
     from headrace.infer.cuda.graphs import GraphDecoder  # needs Triton
 
-    return GraphDecoder(lm, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens, deterministic=deterministic)
+    return GraphDecoder(
+        lm, max_num_seqs=max_num_seqs, kv_tokens=kv_tokens, deterministic=deterministic, adapters=adapters
+    )

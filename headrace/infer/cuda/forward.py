@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from headrace.infer.cuda import kernels
+from headrace.infer.cuda.adapter_factors import DOWN, GATE_UP, OUT, QKV, AdaptedRows
 from headrace.infer.cuda.layer_weights import DenseWeights
 from headrace.infer.cuda.tiling import PROMPT_ROWS, splits_for
 from headrace.model.attention import KVCache
@@ -69,31 +70,58 @@ class TokenIndex:
 
 
 def hidden(
-    weights: DenseWeights, tokens_T: Tensor, workspace: Workspace, attend: Callable[[int], None], *, only_cache: bool
+    weights: DenseWeights,
+    tokens_T: Tensor,
+    workspace: Workspace,
+    attend: Callable[[int], None],
+    *,
+    only_cache: bool,
+    adapted: AdaptedRows | None = None,
 ) -> None:
     """Compute the last hidden states into `workspace.last`; with `only_cache`, stop once the last layer's keys exist.
 
-    `attend(layer)` turns `workspace.qkv` into `workspace.mixed`.
+    `attend(layer)` turns `workspace.qkv` into `workspace.mixed`; `adapted` has the adapters of the rows.
     """
+    shape = weights.shape
+    heads = (shape.Q * shape.W, shape.H * shape.W, shape.H * shape.W)
     norm(weights, workspace, workspace.normed, weights.layers[0].input_norm, embed=tokens_T)
     for number, layer in enumerate(weights.layers):
+        part = 4 * number
+        if adapted is not None:
+            adapted.shrink(part + QKV, workspace.normed, layers=3)
         if layer.qkv_bias is None:
             torch.mm(workspace.normed, layer.qkv.t(), out=workspace.qkv)
         else:
             torch.addmm(layer.qkv_bias, workspace.normed, layer.qkv.t(), out=workspace.qkv)
+        if adapted is not None:
+            adapted.expand(part + QKV, workspace.qkv, heads, workspace.normed)
         attend(number)
         last = number + 1 == len(weights.layers)
         if last and only_cache:
             return
-        addmm_fp32(workspace.stream, workspace.mixed, layer.out, out=workspace.stream)
+        _add_product(workspace, workspace.mixed, layer.out, adapted, part + OUT)
         norm(weights, workspace, workspace.normed, layer.inner_norm)
+        if adapted is not None:
+            adapted.shrink(part + GATE_UP, workspace.normed, layers=2)
         torch.mm(workspace.normed, layer.gate_up.t(), out=workspace.both)
-        gate(workspace)
-        addmm_fp32(workspace.stream, workspace.inner, layer.down, out=workspace.stream)
+        if adapted is None:
+            gate(workspace)
+        else:
+            adapted.gate(part + GATE_UP, workspace.inner, workspace.both, workspace.normed)
+        _add_product(workspace, workspace.inner, layer.down, adapted, part + DOWN)
         if last:
             norm(weights, workspace, workspace.last, weights.norm)
         else:
             norm(weights, workspace, workspace.normed, weights.layers[number + 1].input_norm)
+
+
+def _add_product(workspace: Workspace, x: Tensor, weight: Tensor, adapted: AdaptedRows | None, part: int) -> None:
+    """Add a product to the residual stream."""
+    if adapted is not None:
+        adapted.shrink(part, x)
+    addmm_fp32(workspace.stream, x, weight, out=workspace.stream)
+    if adapted is not None:
+        adapted.expand(part, workspace.stream, (workspace.stream.shape[1],), x)
 
 
 def norm(

@@ -17,13 +17,22 @@ import triton
 from torch import Tensor
 
 from headrace.infer.cuda import forward, sampling_kernels
+from headrace.infer.cuda.adapter_factors import AdaptedRows, AdapterFactors, low_size
 from headrace.infer.cuda.forward import DecodeAttention, TokenIndex, Workspace
 from headrace.infer.cuda.layer_weights import DenseWeights
-from headrace.infer.cuda.tiling import bucket_for, prompt_blocks
+from headrace.infer.cuda.tiling import (
+    DECODE_BLOCK,
+    PROMPT_BLOCK,
+    adapter_blocks,
+    bucket_for,
+    prompt_blocks,
+    room_for_blocks,
+)
 from headrace.infer.multistep import STOPS, DecodeResult, DecodeRow
 from headrace.model import head
 from headrace.model.attention import KVCache, PromptChunk
 from headrace.model.load import LanguageModel
+from headrace.model.multi_lora import AdapterTable
 
 PROMPT_TOKENS = 4096
 MAX_STEPS = 32  # of one multi-step decode
@@ -36,6 +45,7 @@ class GraphDecoder:
 
     `deterministic`: every matrix product has the same number of rows, so that a row's bits do not depend on the others;
     and sampled tokens that become part of a prompt are prefilled again, so that bits do not depend on what was cached.
+    `adapters`: rows may use these; the weights of the layers stay as they are.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class GraphDecoder:
         kv_tokens: int,
         prompt_tokens: int = PROMPT_TOKENS,
         deterministic: bool = False,
+        adapters: AdapterTable | None = None,
     ) -> None:
         self._deterministic = deterministic
         self.share_sampled = not deterministic
@@ -74,8 +85,16 @@ class GraphDecoder:
         self._most = 0  # tokens that a row can still have
         self._logits = torch.zeros((self._max_num_seqs, shape.V), dtype=torch.float32, device=device)
         self._blocks = torch.zeros((4, self._max_num_seqs * triton.cdiv(shape.V, BLOCK)), device=device)
-        self._graphs: dict[int, Any] = {}
+        self._graphs: dict[tuple[int, int], Any] = {}  # by rows and blocks of adapters
         self._pool: Any = None
+        self._order: list[int] = []  # the rows as they are decoded, by their number in `start`
+        self.takes_adapters = adapters is not None
+        self._adapters = None if adapters is None else AdapterFactors(self._weights, adapters)
+        self._room = 0  # for blocks of adapters; 0 when all rows use the base alone
+        self._layout: tuple[int, int] | None = None  # of the adapters that graphs were captured for
+        self._adapter_blocks = torch.zeros((self._max_num_seqs, 3), dtype=torch.int32, device=device)
+        self._low = torch.zeros(0, device=device)
+        self._beside = torch.cuda.Stream(device) if pinned and adapters is not None else None  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
         """Renew copies of the model's parameters, which have changed."""
@@ -99,7 +118,9 @@ class GraphDecoder:
 
     # --- prompts ---
 
-    def prefill(self, chunks: Sequence[PromptChunk], tokens: Sequence[int]) -> None:
+    def prefill(
+        self, chunks: Sequence[PromptChunk], tokens: Sequence[int], adapters: Sequence[int] | None = None
+    ) -> None:
         """Write keys and values of the chunks' tokens (end to end in `tokens`) into their slots."""
         assert self._cache is not None
         assert len(tokens) == sum(chunk.length for chunk in chunks) <= self.prompt_tokens
@@ -124,7 +145,18 @@ class GraphDecoder:
                 self._weights, layer, workspace, index, self._cache, blocks, only_cache=layer == last
             )
 
-        forward.hidden(self._weights, tokens_T, workspace, attend, only_cache=True)
+        adapted = None
+        if self._adapters is not None and adapters is not None and any(adapters):
+            runs = [(self._adapters.slot_of(key), chunk.length) for key, chunk in zip(adapters, chunks, strict=True)]
+            low = low_size(self._weights.shape, self._adapters.most_rank, rows, decoding=False)
+            adapted = AdaptedRows(
+                self._adapters,
+                torch.from_numpy(adapter_blocks(runs, PROMPT_BLOCK)).to(device),
+                rows,
+                PROMPT_BLOCK,
+                torch.empty(low, dtype=torch.float32, device=device),
+            )
+        forward.hidden(self._weights, tokens_T, workspace, attend, only_cache=True, adapted=adapted)
 
     # --- decoding ---
 
@@ -135,7 +167,8 @@ class GraphDecoder:
         self._count = len(rows)
         self._bucket = self._max_num_seqs if self._deterministic else bucket_for(len(rows))
         self._most = max(row.limit - row.position - 1 for row in rows)
-        self._upload(rows)
+        self._order = sorted(range(len(rows)), key=lambda index: rows[index].adapter)
+        self._upload([rows[index] for index in self._order])
         started = self._launch(steps)
         assert started, "a row that has all its tokens"
 
@@ -147,7 +180,7 @@ class GraphDecoder:
 
     def finish(self) -> DecodeResult:
         """Wait for the first unfinished multi-step decode and return its result."""
-        return self._unfinished.popleft().result(self._count)
+        return self._unfinished.popleft().result(self._order)
 
     def _launch(self, steps: int) -> bool:
         """Queue the steps and the copy of their results; return False if no row can have more tokens."""
@@ -155,13 +188,14 @@ class GraphDecoder:
         if steps <= 0:
             return False
         self._most -= steps
-        if self._storage.is_cuda and self._bucket not in self._graphs:
-            self._graphs[self._bucket] = self._capture(self._bucket)
+        graph = self._bucket, self._room
+        if self._storage.is_cuda and graph not in self._graphs:
+            self._graphs[graph] = self._capture(*graph)
         for _ in range(steps):
             if self._storage.is_cuda:
-                self._graphs[self._bucket].replay()
+                self._graphs[graph].replay()
             else:
-                self._step(self._bucket)
+                self._step(*graph)
         copy = next(copy for copy in self._host_copies if copy not in self._unfinished)
         copy.start(self._field(DRAWN), self._out, steps)
         self._unfinished.append(copy)
@@ -187,28 +221,50 @@ class GraphDecoder:
             if row.stops:
                 stops[index, : len(row.stops)] = row.stops
         self._host_temperatures.numpy()[:count] = [row.temperature for row in rows]
+        self._choose_adapters([row.adapter for row in rows])
         self._state.copy_(self._host_state, non_blocking=True)
         self._temperatures.copy_(self._host_temperatures, non_blocking=True)
+
+    def _choose_adapters(self, keys: Sequence[int]) -> None:
+        """Upload the blocks of rows that share an adapter; rows lie in the order of their adapters."""
+        self._room = 0
+        if self._adapters is None or not any(keys):
+            return
+        if self._layout != self._adapters.layout:
+            self._layout = self._adapters.layout
+            self._graphs = {graph: captured for graph, captured in self._graphs.items() if not graph[1]}
+            size = low_size(self._weights.shape, self._adapters.most_rank, self._max_num_seqs, decoding=True)
+            self._low = torch.zeros(size, dtype=torch.float32, device=self._storage.device)
+        blocks = adapter_blocks([(self._adapters.slot_of(key), 1) for key in keys], DECODE_BLOCK)
+        self._room = room_for_blocks(self._bucket, len(blocks))
+        padded = np.full((self._room, 3), (-1, 0, 0), dtype=np.int32)
+        padded[: len(blocks)] = blocks
+        self._adapter_blocks[: self._room].copy_(torch.from_numpy(padded))
 
     def _field(self, name: int) -> Tensor:
         return self._state[name * self._max_num_seqs : (name + 1) * self._max_num_seqs]
 
-    def _capture(self, bucket: int) -> Any:
+    def _capture(self, bucket: int, room: int) -> Any:
         """Capture a graph of one step, after a step with all rows idle that compiles kernels and sets up libraries."""
         positions = self._field(POSITION)
         before = positions.clone()
         positions.fill_(-1)
-        self._step(bucket)
+        self._step(bucket, room)
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._step(bucket)
+            self._step(bucket, room)
         self._pool = graph.pool()
         positions.copy_(before)
         return graph
 
-    def _step(self, bucket: int) -> None:
+    def _step(self, bucket: int, room: int) -> None:
         assert self._cache is not None
+        adapted = None
+        if room:
+            assert self._adapters is not None
+            blocks = self._adapter_blocks[:room]
+            adapted = AdaptedRows(self._adapters, blocks, bucket, DECODE_BLOCK, self._low, self._beside)
         shape, workspace = self._weights.shape, self._workspace.first(bucket)
         index = TokenIndex(
             self._field(POSITION),
@@ -219,9 +275,13 @@ class GraphDecoder:
             self._field(SHIFT),
         )
         attend = partial(self._attention, workspace=workspace, index=index, cache=self._cache)
-        forward.hidden(self._weights, self._field(TOKEN), workspace, attend, only_cache=False)
+        forward.hidden(self._weights, self._field(TOKEN), workspace, attend, only_cache=False, adapted=adapted)
         logits = self._logits[:bucket]
+        if adapted is not None:
+            adapted.shrink(adapted.factors.head, workspace.last)
         head.logits(workspace.last, self._weights.head, out=logits)
+        if adapted is not None:
+            adapted.expand(adapted.factors.head, logits, (shape.V,), workspace.last)
         blocks = triton.cdiv(shape.V, BLOCK)
         partials = (self._blocks[0], self._blocks[1], self._blocks[2], self._blocks[3].view(torch.int32))
         sampling_kernels.block_kernel[(bucket, blocks)](
@@ -280,12 +340,14 @@ class _HostCopy:
         if self.ready is not None:
             self.ready.record()
 
-    def result(self, rows: int) -> DecodeResult:
+    def result(self, order: Sequence[int]) -> DecodeResult:
+        """Return the results in the order in which the rows were given."""
         if self.ready is not None:
             self.ready.synchronize()
-        tokens, logprobs, raw = (part[:rows, : self.steps].copy() for part in self.out.numpy())
+        place = np.argsort(order)
+        tokens, logprobs, raw = (part[place, : self.steps] for part in self.out.numpy())
         return DecodeResult(
-            drawn=self.drawn.numpy()[:rows].astype(np.int32),
+            drawn=self.drawn.numpy()[place].astype(np.int32),
             tokens=tokens,
             logprobs=logprobs.view(np.float32),
             raw_logprobs=raw.view(np.float32),

@@ -1,6 +1,7 @@
 """Choose tile sizes: how rows, prompts and keys are divided among the kernels' programs. Plain numbers, no device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # and multiples of 64 ab
 PROMPT_ROWS = 64  # query tokens of one program
 FULL = 528  # programs that keep all processors of a large card busy
 MOST_SPLITS = 16
+DECODE_BLOCK, PROMPT_BLOCK = 16, 64  # neighbouring rows of one adapter that a program multiplies together
 
 
 def bucket_for(rows: int) -> int:
@@ -36,3 +38,24 @@ def prompt_blocks(chunks: Sequence[PromptChunk]) -> npt.NDArray[np.int32]:
             blocks.append((chunk.row, first + start, chunk.offset + start, count))
         first += chunk.length
     return np.array(blocks, dtype=np.int32)
+
+
+def adapter_blocks(runs: Iterable[tuple[int, int]], rows_of_block: int) -> npt.NDArray[np.int32]:
+    """Divide rows, given as runs of (adapter, rows), into blocks of one adapter each.
+
+    Returns [blocks, 3]: adapter, first row, number of rows.
+    """
+    blocks, first = [], 0
+    for adapter, members in groupby(runs, key=lambda run: run[0]):
+        rows = sum(count for _, count in members)
+        starts = range(first, first + rows, rows_of_block)
+        blocks += [(adapter, start, min(rows_of_block, first + rows - start)) for start in starts]
+        first += rows
+    return np.array(blocks, dtype=np.int32).reshape(-1, 3)
+
+
+def room_for_blocks(rows: int, blocks: int) -> int:
+    """Return for how many blocks of adapters a graph of `rows` rows is captured: two sizes, because programs without a
+    block take time too. The smaller is enough for one adapter, and for sixteen beside the base model."""
+    few = min(rows, rows // DECODE_BLOCK + 17)
+    return few if blocks <= few else rows

@@ -27,6 +27,7 @@ from headrace.model.attention import Packed, packed_keys
 from headrace.model.cpu.packed_linear import PackedLinear
 from headrace.model.cuda.compile import FUSED
 from headrace.model.lora import LoraLinear
+from headrace.model.multi_lora import adapters_in_use, is_adapter_hook, row_update
 from headrace.model.supported import decoder_layers
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -64,7 +65,9 @@ def cache_dtype(model: Any, dtype: torch.dtype) -> torch.dtype:
 
 def needs_bf16_copy(layer: Any) -> bool:
     """Tell whether operands need a bfloat16 copy: for gradients, and for adapters, whose products are bfloat16."""
-    return torch.is_grad_enabled() or any(isinstance(linear, LoraLinear) for linear in _linears(layer))
+    if torch.is_grad_enabled() or adapters_in_use():
+        return True
+    return any(isinstance(linear, LoraLinear) for linear in _linears(layer))
 
 
 def _linears(layer: Any) -> tuple[nn.Module, ...]:
@@ -74,8 +77,9 @@ def _linears(layer: Any) -> tuple[nn.Module, ...]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    forward = bool(module._forward_hooks or module._forward_pre_hooks)
-    return forward or bool(module._backward_hooks or module._backward_pre_hooks)
+    """Tell whether a module has hooks other than those of row adapters, which are applied here too."""
+    forward = any(not is_adapter_hook(hook) for hook in module._forward_hooks.values()) or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _is_plain(linear: nn.Module) -> bool:
@@ -132,7 +136,7 @@ def add_gradients(grad: Tensor | None, grad_copy: Tensor | None) -> Tensor | Non
 def _weight_bias_update(x: Fp16Operand, module: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the weight, the bias, and the update that an adapter adds."""
     if not isinstance(module, LoraLinear):
-        return module.weight, module.bias, None
+        return module.weight, module.bias, None if x[1] is None else row_update(module, x[1])
     assert x[1] is not None
     return module.base.weight, module.base.bias, module.update(x[1])
 

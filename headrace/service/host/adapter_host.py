@@ -26,7 +26,9 @@ from headrace.errors import (
     SamplerGoneError,
     boundary,
 )
+from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.slot_cache import slot_limits
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import LanguageModel, fingerprint, full_copy, shared_view
 from headrace.model.multi_lora import BASE, Adapter, AdapterTable, install_hooks
@@ -103,11 +105,13 @@ class AdapterHost:
         self._engine = self._make_engine(sampled, self._table)
 
     def _make_engine(self, lm: LanguageModel, table: AdapterTable | None = None) -> EmbeddedEngine:
+        limits = slot_limits(self._rows["max_num_seqs"] or 32, self._rows["kv_tokens"], lm.context)
         return EmbeddedEngine(
             lm,
-            max_num_seqs=self._rows["max_num_seqs"] or 32,
-            kv_tokens=self._rows["kv_tokens"],
+            max_num_seqs=limits.max_num_seqs,
+            kv_tokens=limits.kv_tokens,
             worker=self._worker,
+            decoder=graph_decoder(lm, max_num_seqs=limits.max_num_seqs, kv_tokens=limits.kv_tokens, adapters=table),
             adapters=table,
         )
 
