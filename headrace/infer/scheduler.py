@@ -206,7 +206,7 @@ class Scheduler:
             self._process_results(batch, self._sample(hidden_TD, batch))
 
     def _prefill(self, decoder: Decoder, batch: ForwardBatch) -> None:
-        """Compute keys and values of the chunks, by the model's modules if there are pictures, which no decoder reads."""
+        """Compute keys and values of the chunks: by the model's modules where there are pictures."""
         if any(sequence.request.images for sequence in batch.chunk_sequences):
             self._runner.forward(ForwardBatch(batch.chunks, batch.chunk_sequences, []), self._kv.cache)
         else:

@@ -33,7 +33,8 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 USABLE = 0.92  # of a GPU's memory; the rest goes to fragments, workspaces and the driver
 CUDA_CONTEXT = 2**30  # bytes that a process needs on a GPU before it computes anything
 CACHE_PART = 4  # a KV cache of a quarter of the usable memory is large enough
-FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers keep less on CUDA (`model/cuda/layers.py`)
+# whose layers keep less on CUDA (`model/cuda/layers.py`)
+FUSED_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_vl_text")
 
 DELTA_NET_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # layers with a gated delta net
 LATENT_TYPES = ("deepseek_v3", "glm4_moe_lite")  # whose keys and values come from a latent state
