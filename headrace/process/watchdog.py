@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CoroutineType, FrameType, TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, ParamSpec, Self, TypeVar
 
 from headrace.errors import HeadraceError, boundary
 
@@ -63,6 +63,8 @@ class Activity:
             return f"{text}: {exc}"
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Observer = Callable[[str, int], None]  # what began (1) or ended (-1); called on the thread of the work
 
 _numbers = itertools.count()
@@ -139,6 +141,16 @@ def beat() -> None:
     activity: Activity | None = getattr(_on_thread, "activity", None)
     if activity is not None:
         activity.beat()
+
+
+async def to_watched_thread(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Run `asyncio.to_thread` with an activity of the thread, for calls that wait for a disk."""
+
+    def watched() -> R:
+        with watching_thread(what):
+            return call(*args, **kwargs)
+
+    return await asyncio.to_thread(watched)
 
 
 class Watchdog:

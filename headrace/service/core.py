@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.errors import HeadraceError, JournalError, boundary
 from headrace.observe.machine import return_free_memory
-from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog, watching_thread
+from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog, to_watched_thread, watching_thread
 from headrace.service.evaluation.completion_rewards import RewardRule
 from headrace.service.evaluation.evaluate_policy import Evaluator
 from headrace.service.evaluation.reference_scoring import References, Score
@@ -40,6 +40,7 @@ from headrace.service.wire.image_chunks import TEXT_ONLY, ImageChunks
 
 logger = logging.getLogger(__name__)
 RECENT_S = 60.0  # for which outcomes stay in memory
+NOTING = "noting in the server's folder how far it is"
 KEEP_GONE = 256  # sampling sessions of a session that are gone, to answer 410 for them
 
 
@@ -154,7 +155,7 @@ class Service:
                 self.references.close()  # after the trainer: a request that it prepares must not fail because we end
                 await self.evaluator.close()
                 with contextlib.suppress(HeadraceError):
-                    await asyncio.to_thread(self._note_progress)
+                    await to_watched_thread(NOTING, self._note_progress)
 
     def _clear_leftovers(self) -> list[Change]:
         with watching_thread("removing what an earlier server left", loads=True):  # there may be much
@@ -187,7 +188,7 @@ class Service:
         await self.sessions.drop_old_snapshots(keep=self.limits.snapshots_per_model)
         await self.sessions.forget_samplers(keep=KEEP_GONE)
         await self._forget_old_results()
-        await asyncio.to_thread(self._note_progress)
+        await to_watched_thread(NOTING, self._note_progress)
 
     async def _forget_old_results(self) -> None:
         """Forget outcomes by their numbers: the journal has notes of the time at which some numbers were reached."""

@@ -3,7 +3,6 @@
 Paths and shapes under /api/v1 are those of the public SDK's REST client and CLI; /runs and /metrics are our own.
 """
 
-import asyncio
 import hmac
 import io
 import secrets
@@ -21,6 +20,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from starlette.responses import FileResponse, RedirectResponse, Response
 
+from headrace.process.watchdog import beat, to_watched_thread
 from headrace.service.core import Service
 from headrace.service.host.model_host import AdapterSpec
 from headrace.service.http import schemas
@@ -215,7 +215,7 @@ def _download_routes(routes: APIRouter, service: Service, links: _Links, public_
     @routes.get(f"{ONE}/external_weights_urls")
     async def external(request: Request, run: str, kind: str, name: str, user: ApiUser = user) -> dict[str, object]:
         checkpoint = service.registry.checkpoint(_path(run, kind, name), user.name)
-        files = await asyncio.to_thread(_files, service.checkpoints.path_of(checkpoint))
+        files = await _listed(service.checkpoints.path_of(checkpoint), checkpoint.path)
         urls = {file: link(request, checkpoint, file) for file in files}
         return {"urls": {file: url for file, (url, _) in urls.items()}, "expires": _when(time.time() + LINK_S)}
 
@@ -228,8 +228,9 @@ def _download_routes(routes: APIRouter, service: Service, links: _Links, public_
         folder = service.checkpoints.path_of(checkpoint)
         if file == "archive.tar":
             await service.checkpoints.check(checkpoint)
-            return Response(await asyncio.to_thread(_tar, folder), media_type="application/x-tar")
-        if file not in await asyncio.to_thread(_files, folder):
+            packed = await to_watched_thread(f"packing the files of {checkpoint.path}", _tar, folder)
+            return Response(packed, media_type="application/x-tar")
+        if file not in await _listed(folder, checkpoint.path):
             raise NotFound(f"there is no file {file[:200]}")
         await service.checkpoints.check(checkpoint, only=file)
         return FileResponse(folder / file)
@@ -239,6 +240,10 @@ def _socket_url(request: Request) -> str:
     """Return the address that the client connected to; the Host header is the client's to choose."""
     host, port = request.scope["server"]
     return f"{request.scope['scheme']}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+async def _listed(folder: Path, path: str) -> list[str]:
+    return await to_watched_thread(f"listing the files of {path}", _files, folder)
 
 
 def _files(folder: Path) -> list[str]:
@@ -254,6 +259,7 @@ def _tar(folder: Path) -> bytes:
             entry.size = (folder / name).stat().st_size
             with (folder / name).open("rb") as file:
                 tar.addfile(entry, file)
+            beat()
     return buffer.getvalue()
 
 

@@ -3,7 +3,6 @@
 Files are linked, not copied, where the file system can: saved files never change, so both stay whole.
 """
 
-import asyncio
 import os
 import secrets
 import shutil
@@ -12,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headrace.errors import CheckpointError, RequestError, boundary
+from headrace.process.watchdog import beat, to_watched_thread
 from headrace.service.core import Service
 from headrace.service.http import schemas
 from headrace.service.http.auth import ApiUser, RateLimited
@@ -68,7 +68,8 @@ async def _copy(
         number=registry.next_number(),
     )
     await service.checkpoints.check(source)
-    await asyncio.to_thread(_link_all, service.checkpoints.path_of(source), service.checkpoints.path_of(copy))
+    folder, target = service.checkpoints.path_of(source), service.checkpoints.path_of(copy)
+    await to_watched_thread(f"copying {source.path}", _link_all, folder, target)
     run = ModelEntity(
         id=id,
         session=session.id,
@@ -112,4 +113,5 @@ def _link(source: str, target: str) -> str:
         os.link(source, target)
     except OSError:  # the file system has no links
         shutil.copy2(source, target)
+    beat()
     return target

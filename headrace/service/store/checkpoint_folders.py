@@ -1,6 +1,5 @@
 """Own the folders of checkpoints, states and snapshots: where they lie, how much they take, how they are removed."""
 
-import asyncio
 import logging
 import shutil
 import time
@@ -8,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace.errors import DamageError, StorageError
-from headrace.process.watchdog import watching_thread
+from headrace.process.watchdog import to_watched_thread
 from headrace.service.host.folder_check import check_folder
 from headrace.service.store.cleanup import STATES, mark_for_deletion, unmark
 from headrace.service.store.entities import CheckpointEntity, ModelEntity, SamplerRecord, folder_name
@@ -34,14 +33,11 @@ class CheckpointFolders:
     async def check(self, checkpoint: CheckpointEntity, *, only: str | None = None) -> None:
         """Check the files of a checkpoint, or `only` one. Raises DamageError or StorageError, for clients to read."""
         try:
-            await asyncio.to_thread(self._check, checkpoint, only)
+            what = f"checking the files of {checkpoint.path}"
+            await to_watched_thread(what, check_folder, self.path_of(checkpoint), only=only)
         except (DamageError, StorageError) as exc:
             logger.error("%s: %s", checkpoint.path, exc)
             raise type(exc)(str(exc).replace(str(self._folder), "the server's folder")) from exc
-
-    def _check(self, checkpoint: CheckpointEntity, only: str | None) -> None:
-        with watching_thread(f"checking the files of {checkpoint.path}"):
-            check_folder(self.path_of(checkpoint), only=only)
 
     async def change(self, path: str, owner: str, edit: Callable[[CheckpointEntity], CheckpointEntity]) -> None:
         """Change a checkpoint of the owner's. Raises NotFound, and JournalError when nothing was changed."""
@@ -82,7 +78,7 @@ class CheckpointFolders:
         await self.remove_marked(sampler.folder)
 
     async def remove_folder(self, folder: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._folder / folder, ignore_errors=True)
+        await to_watched_thread(f"removing {folder}", shutil.rmtree, self._folder / folder, ignore_errors=True)
 
     async def remove_marked(self, folder: str) -> None:
         """Remove a folder that the journal has marked for deletion; returns before the mark is gone."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import assert_never
 
 from headrace.errors import BackendError, HeadraceError, RequestError
+from headrace.process.watchdog import to_watched_thread
 from headrace.service.host.model_host import FullFinetune, ModelHost
 from headrace.service.requests.request_table import Done, Outcome, PendingRequest, done_json
 from headrace.service.sampling.sampler_cache import MADE_ROOM, SamplerCache
@@ -194,7 +195,7 @@ class OperationRunner:
         except HeadraceError:
             effects.stale.append(str(folder))
             raise
-        size = await asyncio.to_thread(_size, self._folder / folder)
+        size = await to_watched_thread(f"measuring what was saved as {path}", _size, self._folder / folder)
         if earlier is not None:
             await asyncio.wait([earlier])
         now = time.time()
@@ -265,7 +266,7 @@ class OperationRunner:
             number=self._registry.next_number(),
         )
         self._samplers.add_snapshot(sampler)
-        fingerprint = await asyncio.to_thread(_fingerprint, self._folder / folder)
+        fingerprint = await to_watched_thread(f"the fingerprint of {id}", _fingerprint, self._folder / folder)
 
         def record(recording: Recording) -> None:
             keep = self._keep_saved(sampler, id, pending.row.id)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace.process.watchdog import open_activities
+from headrace.process.watchdog import observing, open_activities
 from support.tinker_sdk import ADAM, DATA, loss_of, prompt, sampling, tinker
 from support.tinker_server import BASE, Served, served
 
@@ -102,6 +102,29 @@ def test_reading_of_files_is_watched(server: Served, client: Any, monkeypatch: p
     )
     assert server.http().post("/api/v1/copy_weights", json={"source_path": path}).status_code == 200
     assert f"checking the files of {path}" in during
+
+
+def test_whatever_waits_for_the_disk_is_watched(server: Served, client: Any) -> None:
+    begun: list[str] = []
+    model, http = trained(client), server.http()
+    with observing(lambda what, change: begun.append(what)):
+        path = model.save_state("kept").result().path
+        sampler = model.save_weights_and_get_sampling_client()._sampling_session_id
+        copy = http.post("/api/v1/copy_weights", json={"source_path": path}).json()["tinker_path"]
+        run, _, rest = copy.removeprefix("tinker://").partition("/")
+        one = f"/api/v1/training_runs/{run}/checkpoints/{rest}"
+        assert http.get(f"{one}/archive", follow_redirects=True).status_code == 200
+        assert http.get(f"{one}/external_weights_urls").status_code == 200
+        http.delete(one).raise_for_status()
+    expected = {
+        f"measuring what was saved as {path}",
+        f"the fingerprint of {sampler}",
+        f"copying {path}",
+        f"packing the files of {copy}",
+        f"listing the files of {copy}",
+    }
+    assert expected <= set(begun)
+    assert any(what.startswith("removing checkpoints") for what in begun)
 
 
 def test_a_disk_that_cannot_be_read_is_called_that(
