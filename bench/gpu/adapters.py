@@ -92,8 +92,7 @@ def sample(engine: EmbeddedEngine, rows: int, tokens: int, keys: Sequence[int], 
 
 
 def step_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
-    """Print milliseconds of a decode step at 384 cached tokens, 16 steps at a time."""
-    decoder.cache(rows, 1024)
+    """Print milliseconds of a decode step at 256 cached tokens, 16 steps at a time."""
     for name, keys in cases.items():
         for side in (True, False) if any(keys) else (True,):
             beside, decoder._beside = decoder._beside, decoder._beside if side else None
@@ -101,7 +100,7 @@ def step_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
 
             def run(keys: list[int] = keys) -> None:
                 decoder.start(
-                    [DecodeRow(i, 5, 384, 0, 1000, i, 1.0, (), adapter=keys[i % len(keys)]) for i in range(rows)],
+                    [DecodeRow(i, 5, 256, 0, 300, i, 1.0, (), adapter=keys[i % len(keys)]) for i in range(rows)],
                     16,
                 )
                 decoder.finish()
@@ -117,7 +116,6 @@ def step_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
 
 
 def prefill_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
-    decoder.cache(rows, 1024)
     count = decoder.prompt_tokens // PROMPT
     chunks = [PromptChunk(i, 0, PROMPT) for i in range(count)]
     tokens = np.random.default_rng(0).integers(2, VOCABULARY, count * PROMPT).tolist()
@@ -147,6 +145,7 @@ def main() -> None:
     print(f"16 adapters put in {time.perf_counter() - began:.2f} s", flush=True)
     cases = {"none": [0], "one": keys[:1], "sixteen": [0, *keys]}
     if given.parts:
+        decoder.cache(given.rows, kv_tokens // given.rows)
         step_times(decoder, given.rows, cases)
         prefill_times(decoder, given.rows, cases)
     engine = EmbeddedEngine(lm, max_num_seqs=given.rows, kv_tokens=kv_tokens, decoder=decoder, adapters=table)

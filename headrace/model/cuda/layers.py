@@ -22,6 +22,7 @@ from headrace.model.cuda.compile import FUSED
 from headrace.model.cuda.reductions import add_strips
 from headrace.model.cuda.tower import fuse_tower_module
 from headrace.model.lora import LoraLinear
+from headrace.model.multi_lora import adapters_in_use
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3VLTextRMSNorm", "SmolLM3RMSNorm")
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3VLTextAttention")
@@ -103,7 +104,7 @@ def _layer_fp16(module: Any, stream: Tensor, context: Context, cos: Tensor, sin:
         query, key = (norm_fp16(states, norm, bf16_copy=False)[1][0] for states, norm in pairs)
     query, key = (rotate(states, cos[0], sin[0], bitcast=True) for states in (query, key))
     if isinstance(context, Packed):
-        adapted = isinstance(attn.o_proj, LoraLinear)
+        adapted = isinstance(attn.o_proj, LoraLinear) or adapters_in_use()
         mixed = fp16_matmul.attention_fp16(query, key, value, context, attn.scaling, _window(attn), bf16_copy=adapted)
     else:
         mixed = _attend_cached(attn, query, key, value, context)
