@@ -96,7 +96,7 @@ def step_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
     for name, keys in cases.items():
         for side in (True, False) if any(keys) else (True,):
             beside, decoder._beside = decoder._beside, decoder._beside if side else None
-            decoder._graphs.clear()
+            decoder._drop_graphs(set(decoder._graphs))
 
             def run(keys: list[int] = keys) -> None:
                 decoder.start(
@@ -112,7 +112,7 @@ def step_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
                 flush=True,
             )
             decoder._beside = beside
-    decoder._graphs.clear()
+    decoder._drop_graphs(set(decoder._graphs))
 
 
 def prefill_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:

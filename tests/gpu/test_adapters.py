@@ -113,6 +113,16 @@ def test_adapters_come_and_go_without_a_capture() -> None:
         assert decoder._graphs == captured
 
 
+def test_an_adapter_of_a_larger_rank_makes_graphs_anew() -> None:
+    requests = requests_of(16, temperature=1.0)
+    with opened(model_of(dtype=torch.bfloat16), graphs=True) as (engine, table, _):
+        keys: list[int] = []
+        for rank in (8, 64, 16, 128):
+            keys.append(table.put(random_adapter(table, rank, EVERYTHING, rank, 0.05)))
+            got = sample_all(engine, requests, keys)
+            assert max(differences(engine, requests, got, keys)) < 0.02
+
+
 def test_a_damaged_adapter_fails_its_own_requests_alone() -> None:
     requests = requests_of(16, temperature=1.0)
     with opened(model_of(dtype=torch.bfloat16), graphs=True) as (engine, table, _):

@@ -6,7 +6,7 @@ replayed from then on. Rows that stop are skipped on the device. The decoder mus
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -232,7 +232,7 @@ class GraphDecoder:
             return
         if self._layout != self._adapters.layout:
             self._layout = self._adapters.layout
-            self._graphs = {graph: captured for graph, captured in self._graphs.items() if not graph[1]}
+            self._drop_graphs({graph for graph in self._graphs if graph[1]})
             size = low_size(self._weights.shape, self._adapters.most_rank, self._max_num_seqs, decoding=True)
             self._low = torch.zeros(size, dtype=torch.float32, device=self._storage.device)
         blocks = adapter_blocks([(self._adapters.slot_of(key), 1) for key in keys], DECODE_BLOCK)
@@ -243,6 +243,11 @@ class GraphDecoder:
 
     def _field(self, name: int) -> Tensor:
         return self._state[name * self._max_num_seqs : (name + 1) * self._max_num_seqs]
+
+    def _drop_graphs(self, dropped: Collection[tuple[int, int]]) -> None:
+        self._graphs = {graph: captured for graph, captured in self._graphs.items() if graph not in dropped}
+        if not self._graphs:
+            self._pool = None  # it has gone with the last of its graphs
 
     def _capture(self, bucket: int, room: int) -> Any:
         """Capture a graph of one step, after a step with all rows idle that compiles kernels and sets up libraries."""
