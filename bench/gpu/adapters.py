@@ -115,6 +115,24 @@ def step_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
     decoder._drop_graphs(set(decoder._graphs))
 
 
+def profile(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
+    """Print the kernels of a decode step: calls, and microseconds each."""
+    for name, keys in cases.items():
+        given = [DecodeRow(i, 5, 256, 0, 300, i, 1.0, (), adapter=keys[i % len(keys)]) for i in range(rows)]
+        with torch.inference_mode():
+            for _ in range(2):
+                decoder.start(given, 16)
+                decoder.finish()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                decoder.start(given, 16)
+                decoder.finish()
+        averages = sorted(profiler.key_averages(), key=lambda each: -each.self_device_time_total)
+        print(f"{name}: kernels of a step take {sum(each.self_device_time_total for each in averages) / 16:.0f} us")
+        for each in averages[:14]:
+            mean = each.self_device_time_total / each.count
+            print(f"  {each.count / 16:6.1f} x {mean:7.2f} us  {each.key[:90]}", flush=True)
+
+
 def prefill_times(decoder: Any, rows: int, cases: dict[str, list[int]]) -> None:
     count = decoder.prompt_tokens // PROMPT
     chunks = [PromptChunk(i, 0, PROMPT) for i in range(count)]
@@ -133,6 +151,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     lm = make(given.shape)
     table = AdapterTable(lm.model)
@@ -148,6 +167,9 @@ def main() -> None:
         decoder.cache(given.rows, kv_tokens // given.rows)
         step_times(decoder, given.rows, cases)
         prefill_times(decoder, given.rows, cases)
+    if given.profile:
+        decoder.cache(given.rows, kv_tokens // given.rows)
+        profile(decoder, given.rows, cases)
     engine = EmbeddedEngine(lm, max_num_seqs=given.rows, kv_tokens=kv_tokens, decoder=decoder, adapters=table)
     times: dict[str, list[float]] = {name: [] for name in cases}
     for chosen in cases.values():
