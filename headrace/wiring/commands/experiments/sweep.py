@@ -1,16 +1,12 @@
 """Run a sweep: every run is an ordinary `headrace train` in a process of its own, one after the other.
 
-A run that fails is told and the others go on. The same command again skips what is finished and resumes what is not.
+A run that fails, or gives no sign of life for hours, is told and the others go on. The same command again skips what is
+finished and resumes what is not.
 """
 
 import logging
 import shlex
-import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +16,12 @@ from headrace.observe.comparison.arms import Arm, read_runs
 from headrace.observe.comparison.compare_page import write_comparison
 from headrace.observe.comparison.compared import ArmComparison, compare_arms
 from headrace.observe.comparison.comparison_tables import as_json
+from headrace.process.watchdog import Watchdog
 from headrace.reward.builtin.final_answer import final_answer
 from headrace.storage import atomic_files
 from headrace.storage.folder_lock import hold_folder
 from headrace.wiring.commands.experiments.ray_jobs import JobClient, open_client, run_jobs
+from headrace.wiring.commands.experiments.run_process import PROGRAM, SilentRunError, launch_process
 from headrace.wiring.commands.experiments.sweep_plan import (
     TRY_AGAIN,
     SweepEntry,
@@ -37,7 +35,6 @@ from headrace.wiring.commands.experiments.sweep_plan import (
 
 logger = logging.getLogger(__name__)
 PAGE = "compare.html"
-PROGRAM = (sys.executable, "-m", "headrace.start")
 Launch = Callable[[Sequence[str]], int]  # runs `headrace` with these arguments and returns its exit code
 
 
@@ -77,21 +74,25 @@ def sweep(plan: SweepPlan, *, launch: Launch | None = None) -> SweepResult:
     with boundary(RunFolderError, f"cannot create {plan.folder}"):
         atomic_files.make_folder(plan.folder)
     with hold_folder(plan.folder, wait_s=0.0):
-        return _sweep(plan, launch or launch_process, client)
+        return _sweep(plan, launch, client)
 
 
-def _sweep(plan: SweepPlan, launch: Launch, client: JobClient | None) -> SweepResult:
+def _sweep(plan: SweepPlan, launch: Launch | None, client: JobClient | None) -> SweepResult:
     entries = read_manifest(plan)
     write_manifest(plan, entries)
     waiting = [run for run in plan.runs if not _is_finished(entries[run.name])]
     if skipped := len(plan.runs) - len(waiting):
         logger.info("%d of %d runs are finished already", skipped, len(plan.runs))
-    if client is not None:
-        run_jobs(plan, waiting, entries, client, PROGRAM)
-    else:
-        for number, run in enumerate(waiting, start=1):
-            logger.info("run %d of %d: %s", number, len(waiting), run.name)
-            _run(plan, run, entries, launch)
+    times = plan.runs[0].config.run
+    with Watchdog(
+        tell_s=times.stall_warn_s, end_s=times.stall_end_s, go_on="; the same command goes on with the sweep"
+    ):
+        if client is not None:
+            run_jobs(plan, waiting, entries, client, PROGRAM)
+        else:
+            for number, run in enumerate(waiting, start=1):
+                logger.info("run %d of %d: %s", number, len(waiting), run.name)
+                _run(plan, run, entries, launch)
     chosen = {run.name: entries[run.name] for run in plan.runs}
     comparison = compare_sweep(plan, chosen)
     page = None
@@ -112,7 +113,7 @@ def _is_finished(entry: SweepEntry) -> bool:
     return entry.status == "finished" and entry.folder is not None and Path(entry.folder).is_dir()
 
 
-def _run(plan: SweepPlan, run: SweepRun, entries: dict[str, SweepEntry], launch: Launch) -> None:
+def _run(plan: SweepPlan, run: SweepRun, entries: dict[str, SweepEntry], launch: Launch | None) -> None:
     """Run one of them to its end, and write what became of it."""
 
     def note(entry: SweepEntry) -> None:
@@ -121,7 +122,15 @@ def _run(plan: SweepPlan, run: SweepRun, entries: dict[str, SweepEntry], launch:
 
     note(replace(entries[run.name], status="running", error=None))
     try:
-        code = launch(train_arguments(plan, run))
+        if launch is None:
+            stop_s = run.config.checkpoint.deadline_s
+            code = launch_process(train_arguments(plan, run), run=run.config.run, stop_s=stop_s)
+        else:
+            code = launch(train_arguments(plan, run))
+    except SilentRunError as exc:
+        note(replace(ended(plan, run, entries[run.name], 1), status="failed", error=str(exc)))
+        logger.error("run %s failed: %s; the others go on", run.name, exc)
+        return
     except Interrupted:
         note(replace(ended(plan, run, entries[run.name], TRY_AGAIN), status="interrupted"))
         raise
@@ -142,42 +151,3 @@ def compare_sweep(plan: SweepPlan, entries: Mapping[str, SweepEntry]) -> ArmComp
     read = read_runs(folders)
     arms = [Arm(label=label, runs=tuple(read[place] for place in places)) for label, places in runs.items()]
     return compare_arms(arms, final_answer)
-
-
-# --- processes -------------------------------------------------------------------------------------------------------
-
-
-def launch_process(arguments: Sequence[str]) -> int:
-    """Run `headrace` in a process and wait for it; raises Interrupted if this one is asked to stop meanwhile.
-
-    The process is in a session of its own, so that Ctrl-C reaches it once, from here: it saves a checkpoint and ends.
-    """
-    command = [*PROGRAM, *arguments]
-    with (
-        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, start_new_session=True) as process,
-        _passed_on(process) as received,
-    ):
-        code = process.wait()
-    if received:
-        raise Interrupted("the sweep was stopped; the same command goes on with it")
-    return code
-
-
-@contextmanager
-def _passed_on(process: "subprocess.Popen[bytes]") -> Iterator[list[int]]:
-    """Pass SIGTERM and Ctrl-C on to the process; yields the list of those received."""
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-
-    def on_signal(number: int, frame: object) -> None:
-        received.append(number)
-        process.send_signal(number)
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

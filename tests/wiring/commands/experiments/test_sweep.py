@@ -25,6 +25,7 @@ from headrace.storage.folder_lock import hold_folder
 from headrace.wiring.commands.experiments import ray_jobs
 from headrace.wiring.commands.experiments import sweep as sweep_module
 from headrace.wiring.commands.experiments.ray_jobs import run_jobs
+from headrace.wiring.commands.experiments.run_process import SilentRunError
 from headrace.wiring.commands.experiments.sweep import describe, sweep
 from headrace.wiring.commands.experiments.sweep_plan import (
     SweepPlan,
@@ -63,7 +64,7 @@ class FakeTrain:
     fail: Callable[[str], int] = lambda name: 0
     started: list[str] = field(default_factory=list)  # names of runs; "+" where one was resumed
 
-    def __call__(self, arguments: Sequence[str]) -> int:
+    def __call__(self, arguments: Sequence[str], **limits: object) -> int:
         overrides = [arguments[place + 1] for place, part in enumerate(arguments) if part == "--set"]
         config = load_config(Path(arguments[1]).read_text(), file="run.toml", overrides=overrides)
         resumed = "--resume" in arguments
@@ -232,6 +233,20 @@ def test_another_configuration_is_not_mixed_into_a_sweep(file: Path) -> None:
         read_manifest(changed)
 
 
+def test_a_run_without_a_sign_of_life_fails_and_the_others_go_on(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = FakeTrain()
+
+    def launched(arguments: Sequence[str], **limits: object) -> int:
+        if any('"seed-0"' in word for word in arguments):
+            raise SilentRunError("no sign of life for 3 s")
+        return train(arguments)
+
+    monkeypatch.setattr(sweep_module, "launch_process", launched)
+    result = sweep(plan_sweep(file, ["run.seed=0..1"], []))
+    assert result.failed == ["seed-0 (no sign of life for 3 s)"]
+    assert train.started == ["seed-1"]
+
+
 def test_one_sweep_at_a_time_works_in_a_folder(file: Path) -> None:
     plan = plan_sweep(file, ["run.seed=0..1"], [])
     plan.folder.mkdir(parents=True)
@@ -265,6 +280,9 @@ class FakeCluster:
             return "RUNNING"
         return "FAILED" if self.codes[job_id] else "SUCCEEDED"
 
+    def stop_job(self, job_id: str) -> bool:
+        raise AssertionError("jobs that end by themselves are not stopped")
+
 
 def submit(plan: SweepPlan, cluster: FakeCluster, runs: int) -> None:
     entries = read_manifest(plan)
@@ -296,6 +314,35 @@ def test_a_job_that_is_under_way_is_not_submitted_again(file: Path) -> None:
     submit(plan, cluster, 2)
     assert sorted(cluster.jobs) == ["job-0", "job-1"], "the one that was forgotten was submitted again"
     assert [entry.status for entry in read_manifest(plan).values()] == ["finished", "finished"]
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
+def test_a_job_that_runs_without_a_sign_of_life_is_stopped(
+    state: str, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = plan_sweep(file, ["run.seed=0..0"], ["cluster.address=auto", "run.load_end_s=3.0", "run.stall_warn_s=1.0"])
+    now, stopped, asked = [0.0], list[str](), list[str]()
+
+    class Hanging(FakeCluster):
+        def get_job_status(self, job_id: str) -> str:
+            asked.append(job_id)
+            return state if len(asked) < 8 else "SUCCEEDED"
+
+        def stop_job(self, job_id: str) -> bool:
+            stopped.append(job_id)
+            return True
+
+    monkeypatch.setattr(ray_jobs, "LOOK_S", 0.5)
+    monkeypatch.setattr(ray_jobs.time, "monotonic", lambda: now[0])
+    entries = read_manifest(plan)
+    tick = lambda seconds: now.__setitem__(0, now[0] + 1.0)  # noqa: E731
+    run_jobs(plan, plan.runs, entries, Hanging(FakeTrain()), ["headrace"], sleep=tick)
+    if state == "PENDING":
+        assert (stopped, len(asked)) == ([], 8)
+        return
+    assert (stopped, len(asked)) == (["job-0"], 4)
+    assert "no sign of life for 3 s" in str(read_manifest(plan)["seed-0"].error)
+    assert "has written nothing for 1 s, and its job is running" in caplog.text
 
 
 def test_without_rays_job_server_one_sentence_says_what_is_missing(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
