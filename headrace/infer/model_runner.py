@@ -202,6 +202,7 @@ class ModelRunner:
             mask=mask,
             chunks=tuple(chunks),
             chunk_mask=chunk_mask,
+            active=tuple(row for row, _ in batch.decoding),
         )
         self._row_adapters = adapters + [BASE] * padding
         rotary_T = positions_T.clamp_max(self.lm.context - 1)

@@ -365,7 +365,7 @@ class Scheduler:
         """Read off the cache which experts the tokens of a sequence went to, if all of them have been computed."""
         store = self._kv.cache.experts
         if store is not None and self._slots.filled[row] >= len(sequence.tokens) - 1:
-            sequence.record_experts(store[row].numpy())
+            sequence.record_experts(store[row, : len(sequence.tokens)].cpu().numpy())
 
     def _resolve(self, sequence: SequenceState, stop: StopReason) -> None:
         sequence.future.set_result(sequence.completion(stop))

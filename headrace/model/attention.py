@@ -59,7 +59,9 @@ class KVCache:
     ) -> None:
         shape = (rows, heads, tokens, width)
         # [B, S, routers, K]: the experts that each cached token went to
-        self.experts = None if routing is None else torch.zeros((rows, tokens, *routing), dtype=torch.int16)
+        self.experts = (
+            None if routing is None else torch.zeros((rows, tokens, *routing), dtype=torch.int16, device=device)
+        )
         self.states: RecurrentStates | None = None
         if state_shapes:
             wide = torch.promote_types(dtype, torch.float32)
@@ -180,6 +182,7 @@ class Cached:
     mask: Tensor | None
     chunks: tuple[PromptChunk, ...]
     chunk_mask: Tensor | None = None  # the same for the tokens of the chunks; without it each layer computes its own
+    active: tuple[int, ...] | None = None  # decode rows that are not idle, where the host knows them
 
 
 Context = Packed | Cached
@@ -203,6 +206,7 @@ class ScoreOptions:
 BLOCK = 128  # positions whose values are added in one product
 SINK_BLOCK = 16  # places before the scores that the sinks take
 NARROW = 16  # width of a head below which torch computes small products differently from large ones
+VARLEN_WIDTH = 256  # of the widest head that torch's varlen kernel computes
 ROUND = KV_ROUND  # cached lengths are read in multiples of this
 
 
@@ -256,7 +260,7 @@ def causal_mask(queries: int, offset: int, window: int | None, device: torch.dev
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled layer calls it uncompiled: lengths differ
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, context: Packed, options: ScoreOptions) -> Tensor:
-    if _varlen_applies(query) and options.plain:
+    if _varlen_applies(query, value) and options.plain:
         return _packed_varlen(query, key, value, context, options)
     return _packed(query, key, value, context, options)
 
@@ -334,8 +338,9 @@ def _group_segments(context: Packed) -> list[list[int]]:
     return list(groups.values())
 
 
-def _varlen_applies(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+def _varlen_applies(query: Tensor, value: Tensor) -> bool:
+    widest = max(query.shape[-1], value.shape[-1])
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and widest <= VARLEN_WIDTH
 
 
 @cache
@@ -347,17 +352,25 @@ def _gqa_flag() -> dict[str, Any]:
 
 
 def _packed_varlen(query: Tensor, key: Tensor, value: Tensor, context: Packed, options: ScoreOptions) -> Tensor:
-    """Compute all segments in one varlen kernel, for half precision on CUDA."""
+    """Compute all segments in one varlen kernel, for half precision on CUDA.
+
+    Its heads have one width, a multiple of 8: narrower ones are filled up with zeros.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
+    width, value_width = q.shape[-1], v.shape[-1]
+    common = -(-max(width, value_width) // 8) * 8
+    if common != width or common != value_width:
+        q, k, v = (F.pad(tensor, (0, common - tensor.shape[-1])) for tensor in (q, k, v))
+        options = replace(options, scaling=width**-0.5 if options.scaling is None else options.scaling)
     k, v, (ends, key_ends, longest, longest_keys) = packed_keys(k, v, context)
     left = -1 if options.window is None else options.window - 1
     out = varlen_attn(
         q, k, v, ends, key_ends, longest, longest_keys, scale=options.scaling, window_size=(left, 0), **_gqa_flag()
     )
     assert isinstance(out, Tensor)
-    return out[None]
+    return out[None, ..., :value_width]
 
 
 def packed_keys(

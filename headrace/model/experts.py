@@ -4,7 +4,7 @@ Tokens are sorted by expert, each expert's rows are filled up to a multiple of 8
 its rows. So on a CPU a token's result has the same bits whatever else is in the batch (`docs/design.md`, determinism),
 and its K results are added in the order of its choice. Routers compute in float32 or wider, as transformers does, and
 stay in float64 where the model is float64. Files of the hub have one tensor for each expert; `stack_experts` and
-`split_experts` translate.
+`split_experts` translate. bfloat16 models on CUDA have grouped products (`cuda/experts.py`).
 
 **Routing replay.** The engine records the experts of every token in its cache, a completion carries them, and training
 sends each token to the experts that it had when it was sampled: a choice that rounding turns is a jump in log-probs
@@ -37,6 +37,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from headrace.errors import ModelError
 from headrace.metrics import ExpertLoad, Mean, Metric
 from headrace.model.attention import Cached, Context
+from headrace.model.cuda import experts as grouped
 from headrace.model.lora import BESIDE, LoraParameter
 
 NAME = "headrace"
@@ -349,30 +350,36 @@ def mix_experts(experts: Any, hidden_TD: Tensor, chosen_TK: Tensor, weights_TK: 
 
     An expert is down(act(gate x) * up x), or down(act(up x)) without a gate, with biases if it has any.
     """
+    if grouped.applies(hidden_TD):
+        return grouped.mix_sorted(experts, hidden_TD, chosen_TK, weights_TK, _product)
     tokens, top_k = chosen_TK.shape
     place_N, sizes = _lay_out(chosen_TK.flatten(), experts.num_experts)
     rows_MD = _Spread.apply(hidden_TD.repeat_interleave(top_k, dim=0), place_N, sum(sizes))  # type: ignore[no-untyped-call]
+
+    def linear(x_MI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None) -> Tensor:
+        return grouped_linear(x_MI, weight_EOI, bias_EO, sizes)
+
     if experts.has_gate:
-        inner = experts._apply_gate(_product(experts, "gate_up_proj", rows_MD, sizes))
+        inner = experts._apply_gate(_product(experts, "gate_up_proj", rows_MD, linear))
     else:
-        inner = experts.act_fn(_product(experts, "up_proj", rows_MD, sizes))
-    out_MD = _product(experts, "down_proj", inner, sizes)
+        inner = experts.act_fn(_product(experts, "up_proj", rows_MD, linear))
+    out_MD = _product(experts, "down_proj", inner, linear)
     out_ND: Tensor = _Collect.apply(out_MD, place_N)  # type: ignore[no-untyped-call]
     out_TKD = out_ND.view(tokens, top_k, -1) * weights_TK[..., None]
     return out_TKD.sum(dim=1).to(hidden_TD.dtype)
 
 
-def _product(experts: Any, name: str, x_MD: Tensor, sizes: list[int]) -> Tensor:
+def _product(experts: Any, name: str, x_MD: Tensor, linear: grouped.Linear) -> Tensor:
     """Multiply rows by the matrices of their experts, add biases, and what the adapter in use adds."""
     weight = getattr(experts, name)
     weight_EOD = weight.transpose(1, 2) if experts.is_transposed else weight  # gpt-oss's are
     bias_EO = getattr(experts, f"{name}_bias") if experts.has_bias else None
-    out_MO = grouped_linear(x_MD, weight_EOD, bias_EO, sizes)
+    out_MO = linear(x_MD, weight_EOD, bias_EO)
     adapter: LoraParameter | None = getattr(experts, name + BESIDE, None)
     if adapter is None or (factors := adapter.factors()) is None:
         return out_MO
     down_ERD, up_EOR = factors
-    return out_MO + grouped_linear(grouped_linear(x_MD, down_ERD, None, sizes), up_EOR, None, sizes)
+    return out_MO + linear(linear(x_MD, down_ERD, None), up_EOR, None)
 
 
 def _lay_out(expert_N: Tensor, num_experts: int) -> tuple[Tensor, list[int]]:

@@ -16,7 +16,7 @@ from headrace.model.hybrid.layout import SlotRuns, packed_taps, slot_taps
 def convolve_packed(x_TD: Tensor, weight_DK: Tensor, bias_D: Tensor | None, context: Packed) -> Tensor:
     """Convolve packed sequences, each after what its parent has, differentiable."""
     inputs = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])
-    return _weigh_taps(inputs, packed_taps(context, weight_DK.shape[1]), weight_DK, bias_D)
+    return _weigh_taps(inputs, packed_taps(context, weight_DK.shape[1], x_TD.device), weight_DK, bias_D)
 
 
 def convolve_slots(

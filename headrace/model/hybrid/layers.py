@@ -79,7 +79,7 @@ def _delta_net_forward(net: Any, hidden_states: Tensor, attention: Context | Non
     else:
         mixed_TD = convolve_packed(qkv_TD, weight_DK, net.conv1d.bias, attention)
         inputs = _delta_inputs(net, F.silu(mixed_TD), b_TH, a_TH, wide)
-        out_THV = delta_rule_packed(inputs, chunk_layout(attention))
+        out_THV = delta_rule_packed(inputs, chunk_layout(attention, hidden_states.device))
     normed_THV = _gated_norm(net.norm, out_THV.to(hidden_states.dtype), gate_THV, wide)
     return net.out_proj(normed_THV.flatten(1)[None])  # type: ignore[no-any-return]
 
@@ -120,7 +120,7 @@ def _mamba_forward(mixer: Any, hidden_states: Tensor, attention: Context | None 
     else:
         mixed_TD = mixer.act(convolve_packed(x_TD, weight_DK, mixer.conv1d.bias, attention))
         inputs, value_THV = _scan_inputs(mixer, mixed_TD, step_TH, wide)
-        out_THV = scan_packed(inputs, chunk_layout(attention))
+        out_THV = scan_packed(inputs, chunk_layout(attention, hidden_states.device))
     out_THV = out_THV + mixer.D.to(wide)[:, None] * value_THV
     normed_TD = _norm_groups(mixer.norm, out_THV.flatten(1) * F.silu(gate_TD.to(wide)))
     return mixer.out_proj(normed_TD.to(hidden_states.dtype)[None])  # type: ignore[no-any-return]

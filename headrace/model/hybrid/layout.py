@@ -14,11 +14,18 @@ import torch
 from torch import Tensor
 
 from headrace.model.attention import Cached, Packed
+from headrace.model.device import to_device
 
 CHUNK = 64
 SMALL = 16  # chunks of short sequences are a multiple of this
 
 Parents = tuple[int | None, ...]
+CPU = torch.device("cpu")
+
+
+def _place(device: torch.device) -> tuple[torch.device, int]:
+    """Return where a layout is used: a device and its present stream, because another one does not wait for copies."""
+    return device, torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +42,14 @@ class ChunkLayout:
         return sum(self.depths)
 
 
-def chunk_layout(context: Packed) -> ChunkLayout:
-    """Lay out the segments of a context in chunks."""
-    return _chunk_layout(context.lengths, context.parents or (None,) * len(context.lengths))
+def chunk_layout(context: Packed, device: torch.device = CPU) -> ChunkLayout:
+    """Lay out the segments of a context in chunks, with the tensors on a device."""
+    return _chunk_layout(context.lengths, context.parents or (None,) * len(context.lengths), _place(device))
 
 
 @lru_cache(maxsize=8)
-def _chunk_layout(lengths: tuple[int, ...], parents: Parents) -> ChunkLayout:
+@torch.inference_mode(False)
+def _chunk_layout(lengths: tuple[int, ...], parents: Parents, place: tuple[torch.device, int]) -> ChunkLayout:
     size = min(CHUNK, -(-max(lengths) // SMALL) * SMALL)
     chunks_at: list[list[tuple[int, int]]] = []  # of each depth: segment, and the chunk's number in it
     firsts, numbers = list[int](), list[int]()  # of each segment: depth of its first chunk, number of chunks
@@ -54,8 +62,8 @@ def _chunk_layout(lengths: tuple[int, ...], parents: Parents) -> ChunkLayout:
             if depth == len(chunks_at):
                 chunks_at.append([])
             chunks_at[depth].append((segment, number))
-    index = {chunk: place for place, chunk in enumerate(chunk for level in chunks_at for chunk in level)}
-    local = {chunk: place for level in chunks_at for place, chunk in enumerate(level)}
+    index = {chunk: number for number, chunk in enumerate(chunk for level in chunks_at for chunk in level)}
+    local = {chunk: number for level in chunks_at for number, chunk in enumerate(level)}
     predecessors = []
     for level in chunks_at[1:]:
         before = []
@@ -66,13 +74,14 @@ def _chunk_layout(lengths: tuple[int, ...], parents: Parents) -> ChunkLayout:
             else:
                 assert parent is not None
                 before.append(local[parent, numbers[parent] - 1])
-        predecessors.append(torch.tensor(before))
+        predecessors.append(to_device(torch.tensor(before), place[0]))
     places = []
     for segment, length in enumerate(lengths):
         for number in range(numbers[segment]):
             start = index[segment, number] * size
             places.append(torch.arange(start, start + min(size, length - number * size)))
-    return ChunkLayout(size, torch.cat(places), tuple(len(level) for level in chunks_at), tuple(predecessors))
+    places_T = to_device(torch.cat(places), place[0])
+    return ChunkLayout(size, places_T, tuple(len(level) for level in chunks_at), tuple(predecessors))
 
 
 def spread_over_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
@@ -82,13 +91,14 @@ def spread_over_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
     return placed.view(layout.chunks, layout.size, *x.shape[1:]).transpose(1, 2)
 
 
-def packed_taps(context: Packed, taps: int) -> Tensor:
+def packed_taps(context: Packed, taps: int, device: torch.device = CPU) -> Tensor:
     """Return [T, K]: the tokens that a causal convolution sees at each token, its own last; T where there is none."""
-    return _packed_taps(context.lengths, context.parents or (None,) * len(context.lengths), taps)
+    return _packed_taps(context.lengths, context.parents or (None,) * len(context.lengths), taps, _place(device))
 
 
 @lru_cache(maxsize=8)
-def _packed_taps(lengths: tuple[int, ...], parents: Parents, taps: int) -> Tensor:
+@torch.inference_mode(False)
+def _packed_taps(lengths: tuple[int, ...], parents: Parents, taps: int, place: tuple[torch.device, int]) -> Tensor:
     total = sum(lengths)
     rows_TK = torch.arange(total)[:, None] - torch.arange(taps - 1, -1, -1)
     tails: list[list[int]] = []  # the last tokens up to the end of each segment
@@ -100,7 +110,7 @@ def _packed_taps(lengths: tuple[int, ...], parents: Parents, taps: int) -> Tenso
             rows_TK[start + offset] = torch.tensor(chain[offset : offset + taps])
         tails.append(chain[len(chain) - (taps - 1) :])
         start += length
-    return rows_TK
+    return to_device(rows_TK, place[0])
 
 
 # --- slots -----------------------------------------------------------------------------------------------------------
@@ -117,6 +127,7 @@ class SlotRuns:
     starts_R: Tensor  # row of the run's first token
     lengths: tuple[int, ...]
     rows: int  # of the step, with those that continue nothing
+    begins: tuple[int, ...]  # `starts_R`, for the host
 
 
 def slot_runs(context: Cached, rows: int) -> SlotRuns:
@@ -125,19 +136,29 @@ def slot_runs(context: Cached, rows: int) -> SlotRuns:
     start = 0
     if context.mask is not None:
         start = context.mask.shape[0]
-        idle = context.cache.tokens - 1
-        runs += [(1, row, row) for row, place in enumerate(context.positions[:start].tolist()) if place != idle]
+        active = context.active
+        if active is None:
+            idle = context.cache.tokens - 1
+            active = tuple(row for row, place in enumerate(context.positions[:start].tolist()) if place != idle)
+        runs += [(1, row, row) for row in active]
     for chunk in context.chunks:
         runs.append((chunk.length, chunk.row, start))
         start += chunk.length
     runs.sort(key=lambda run: -run[0])
-    return _slot_runs(tuple(runs), rows)
+    return _slot_runs(tuple(runs), rows, _place(context.positions.device))
 
 
 @lru_cache(maxsize=4)
-def _slot_runs(runs: tuple[tuple[int, int, int], ...], rows: int) -> SlotRuns:
-    slots, starts = torch.tensor([run[1] for run in runs]), torch.tensor([run[2] for run in runs])
-    return SlotRuns(slots, starts, tuple(run[0] for run in runs), rows)
+@torch.inference_mode(False)
+def _slot_runs(runs: tuple[tuple[int, int, int], ...], rows: int, place: tuple[torch.device, int]) -> SlotRuns:
+    slots, starts, lengths = (torch.tensor([run[part] for run in runs], dtype=torch.long) for part in (1, 2, 0))
+    return SlotRuns(
+        slots_R=to_device(slots, place[0]),
+        starts_R=to_device(starts, place[0]),
+        lengths=tuple(lengths.tolist()),
+        rows=rows,
+        begins=tuple(starts.tolist()),
+    )
 
 
 def slot_taps(runs: SlotRuns, taps: int) -> tuple[Tensor, Tensor]:
@@ -145,11 +166,14 @@ def slot_taps(runs: SlotRuns, taps: int) -> tuple[Tensor, Tensor]:
 
     Inputs are numbered: K - 1 of each run's state first, then the step's rows, then one of zeros.
     """
-    return _slot_taps(tuple(runs.starts_R.tolist()), runs.lengths, runs.rows, taps)
+    return _slot_taps(runs.begins, runs.lengths, runs.rows, taps, _place(runs.starts_R.device))
 
 
 @lru_cache(maxsize=8)
-def _slot_taps(starts: tuple[int, ...], lengths: tuple[int, ...], rows: int, taps: int) -> tuple[Tensor, Tensor]:
+@torch.inference_mode(False)
+def _slot_taps(
+    starts: tuple[int, ...], lengths: tuple[int, ...], rows: int, taps: int, place: tuple[torch.device, int]
+) -> tuple[Tensor, Tensor]:
     before = taps - 1
     first = len(starts) * before
     rows_TK = torch.full((rows, taps), first + rows)
@@ -160,4 +184,5 @@ def _slot_taps(starts: tuple[int, ...], lengths: tuple[int, ...], rows: int, tap
         )
         rows_TK[start : start + length] = chain.unfold(0, taps, 1)
         states.append(chain[len(chain) - before :].tolist())
-    return rows_TK, torch.tensor(states, dtype=torch.long).view(len(starts), before)
+    kept_RK = torch.tensor(states, dtype=torch.long).view(len(starts), before)
+    return to_device(rows_TK, place[0]), to_device(kept_RK, place[0])

@@ -194,7 +194,9 @@ def test_the_scan_is_transformers_own() -> None:
             inputs.decay_TH[first:last],
         )
         parts.append(
-            scan_slots(part, states, SlotRuns(torch.tensor([1]), torch.tensor([0]), (last - first,), last - first))
+            scan_slots(
+                part, states, SlotRuns(torch.tensor([1]), torch.tensor([0]), (last - first,), last - first, (0,))
+            )
         )
     torch.testing.assert_close(torch.cat(parts), own, rtol=1e-4, atol=1e-4)
     assert not states[[0, 2]].any()
@@ -270,3 +272,12 @@ def test_transformers_own_layers_would_leak(variant: str) -> None:
         torch.testing.assert_close(ours[:, :12], theirs[:, :12], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(ours[:, 12:], net(hidden[:, 12:]), rtol=1e-4, atol=1e-5)
     assert (ours[:, 12:] - theirs[:, 12:]).abs().max() > 0.01
+
+
+def test_a_layout_that_the_engine_made_first_serves_training_too() -> None:
+    context = Packed((3, 71), (None, 0))
+    with torch.inference_mode():
+        taps, layout = packed_taps(context, 5), chunk_layout(context)
+    x = torch.randn(75, 2, requires_grad=True)
+    x.index_select(0, taps[:, 0]).sum().backward()
+    x[:74].index_select(0, layout.places_T.clamp_max(70)).sum().backward()
