@@ -13,10 +13,11 @@ Shape letters: Q query heads, H key-value heads, G = Q / H, D head width, T pack
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from itertools import accumulate, groupby
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +26,14 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from headrace.model import cuda
+from headrace.model.cuda import cudnn_attention
 from headrace.model.device import to_device
 from headrace.model.hybrid.states import RecurrentStates
 from headrace.names import KV_ROUND
 
+R = TypeVar("R")
 NAME = "headrace"
+LONG = 2048  # tokens of a segment from which on cuDNN's attention is faster than the variable-length kernel
 
 
 class KVCache:
@@ -114,10 +118,12 @@ class Packed:
     lengths: tuple[int, ...]
     parents: tuple[int | None, ...] | None = None
     ends: Tensor | None = None  # [0, running sums of the lengths]
+    seen: tuple[int, ...] | None = None  # how many tokens each segment sees
     key_rows: Tensor | None = None  # the tokens that each segment sees, end to end
     key_ends: Tensor | None = None  # [0, running sums of how many each segment sees]
     uses: Tensor | None = None  # places in `key_rows`, sorted by token
     use_ends: Tensor | None = None  # token t is at the places uses[use_ends[t] : use_ends[t + 1]]
+    parts: "tuple[Part, ...] | None" = None  # where some segments are long
     routing: Any = None  # of a mixture of experts, what its routers choose (`model/experts.py`, `Routing`)
 
     def ancestors(self, segment: int) -> tuple[int, ...]:
@@ -127,30 +133,63 @@ class Packed:
         return (*self.ancestors(parent), parent)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Adjacent segments: either long ones of one length that see nothing else, or others, which may see more."""
+
+    tokens: int
+    rows: int  # how many long ones; 0: others
+    others: Packed | None = None  # their `key_rows` are tokens of the whole batch
+
+
 def make_packed(
     lengths: tuple[int, ...], device: torch.device, parents: tuple[int | None, ...] | None = None
 ) -> Packed:
     """Make the context of segments whose tokens are on `device`."""
     if parents is not None and all(parent is None for parent in parents):
         parents = None
-    if device.type != "cuda":
-        return Packed(lengths, parents)
-    if parents is None:
-        return Packed(lengths, ends=_ends(lengths, device))
-    starts = [sum(lengths[:segment]) for segment in range(len(lengths))]
     plain = Packed(lengths, parents)
-    chains = [(*plain.ancestors(segment), segment) for segment in range(len(lengths))]
-    rows = torch.cat([torch.arange(starts[s], starts[s] + lengths[s]) for chain in chains for s in chain])
-    sizes = tuple(sum(lengths[s] for s in chain) for chain in chains)
-    uses = torch.argsort(rows, stable=True).int()
-    counts = tuple(torch.bincount(rows, minlength=sum(lengths)).tolist())
+    if device.type != "cuda":
+        return plain
+    whole = _of_segments(plain, range(len(lengths)), device)
+    return replace(whole, parents=parents, parts=make_parts(plain, device))
+
+
+def make_parts(plain: Packed, device: torch.device) -> tuple[Part, ...] | None:
+    """Divide a batch into its long segments and the others; None if there is no long one."""
+    roots = plain.parents or (None,) * len(plain.lengths)
+    kinds = [  # of a long segment, its length
+        length if parent is None and length >= LONG else 0 for length, parent in zip(plain.lengths, roots, strict=True)
+    ]
+    if not any(kinds):
+        return None
+    parts: list[Part] = []
+    for kind, run in groupby(range(len(kinds)), key=kinds.__getitem__):
+        segments = list(run)
+        tokens = sum(plain.lengths[segment] for segment in segments)
+        others = None if kind else _of_segments(plain, segments, device)
+        parts.append(Part(tokens, len(segments) if kind else 0, others))
+    return tuple(parts)
+
+
+def _of_segments(plain: Packed, segments: Sequence[int], device: torch.device) -> Packed:
+    """Make the tensors of some segments of a batch, without their parents."""
+    chains = [(*plain.ancestors(segment), segment) for segment in segments]
+    lengths = tuple(plain.lengths[segment] for segment in segments)
+    sizes = tuple(sum(plain.lengths[s] for s in chain) for chain in chains)
+    ends = _ends(lengths, device)
+    if sizes == lengths:
+        return Packed(lengths, ends=ends, seen=sizes)
+    starts = [0, *accumulate(plain.lengths)]
+    rows = torch.cat([torch.arange(starts[s], starts[s + 1]) for chain in chains for s in chain])
+    counts = tuple(torch.bincount(rows, minlength=starts[-1]).tolist())
     return Packed(
         lengths,
-        parents,
-        ends=_ends(lengths, device),
+        ends=ends,
+        seen=sizes,
         key_rows=to_device(rows.int(), device),
         key_ends=_ends(sizes, device),
-        uses=to_device(uses, device),
+        uses=to_device(torch.argsort(rows, stable=True).int(), device),
         use_ends=_ends(counts, device),
     )
 
@@ -352,25 +391,64 @@ def _gqa_flag() -> dict[str, Any]:
 
 
 def _packed_varlen(query: Tensor, key: Tensor, value: Tensor, context: Packed, options: ScoreOptions) -> Tensor:
-    """Compute all segments in one varlen kernel, for half precision on CUDA.
+    """Compute long segments by cuDNN and all others in one varlen kernel, for half precision on CUDA.
 
-    Its heads have one width, a multiple of 8: narrower ones are filled up with zeros.
+    Their heads have one width, a multiple of 8: narrower ones are filled up with zeros.
     """
-    from torch.nn.attention.varlen import varlen_attn
-
     q, k, v = (tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value))
     width, value_width = q.shape[-1], v.shape[-1]
     common = -(-max(width, value_width) // 8) * 8
     if common != width or common != value_width:
         q, k, v = (F.pad(tensor, (0, common - tensor.shape[-1])) for tensor in (q, k, v))
         options = replace(options, scaling=width**-0.5 if options.scaling is None else options.scaling)
-    k, v, (ends, key_ends, longest, longest_keys) = packed_keys(k, v, context)
+    if context.ends is None:
+        context = make_packed(context.lengths, q.device, context.parents)
+    if context.parts is None or options.window is not None or not cudnn_attention.cudnn_applies(q):
+        return _varlen(q, k, v, context, options)[None, ..., :value_width]
+
+    def long(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Tensor:
+        return cudnn_attention.causal_rows(q, k, v, rows, options.scaling)
+
+    def others(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+        return _varlen(q, k, v, packed, options)
+
+    return torch.cat(by_parts(q, k, v, context.parts, long=long, others=others))[None, ..., :value_width]
+
+
+def _varlen(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, context: Packed, options: ScoreOptions) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    k, v, (ends, key_ends, longest, longest_keys) = packed_keys(k_THD, v_THD, context)
     left = -1 if options.window is None else options.window - 1
     out = varlen_attn(
-        q, k, v, ends, key_ends, longest, longest_keys, scale=options.scaling, window_size=(left, 0), **_gqa_flag()
+        q_THD, k, v, ends, key_ends, longest, longest_keys, scale=options.scaling, window_size=(left, 0), **_gqa_flag()
     )
     assert isinstance(out, Tensor)
-    return out[None, ..., :value_width]
+    return out
+
+
+def by_parts(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    parts: Sequence[Part],
+    *,
+    long: Callable[[Tensor, Tensor, Tensor, int], R],
+    others: Callable[[Tensor, Tensor, Tensor, Packed], R],
+) -> list[R]:
+    """Compute each part: `long` gets rows of one length, and `others` all keys where its segments see other ones."""
+    sizes = [part.tokens for part in parts]
+    pieces = zip(*(torch.split(states, sizes) for states in (query_THD, key_THD, value_THD)), strict=True)
+    results: list[R] = []
+    for part, (query, key, value) in zip(parts, pieces, strict=True):
+        if part.others is None:
+            results.append(long(query, key, value, part.rows))
+        elif part.others.key_rows is None:
+            results.append(others(query, key, value, part.others))
+        else:
+            results.append(others(query, key_THD, value_THD, part.others))
+    return results
+>>>>>>> 6afded1 (Train long sequences on Hopper with cuDNN's attention, segment by segment)
 
 
 def packed_keys(
@@ -387,10 +465,9 @@ def packed_keys(
     if context.key_rows is None:
         return key_THD, value_THD, (context.ends, context.ends, longest, longest)
     assert context.key_ends is not None
+    assert context.seen is not None
     key_THD, value_THD = _gather_keys(key_THD, value_THD, context)
-    segments = range(len(context.lengths))
-    longest_keys = max(sum(context.lengths[s] for s in (*context.ancestors(segment), segment)) for segment in segments)
-    return key_THD, value_THD, (context.ends, context.key_ends, longest, longest_keys)
+    return key_THD, value_THD, (context.ends, context.key_ends, longest, max(context.seen))
 
 
 def _gather_keys(key_THD: Tensor, value_THD: Tensor, context: Packed) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.model.attention import Packed, packed_keys
+from headrace.model.attention import Packed, by_parts, make_packed, packed_keys
 from headrace.model.cpu.packed_linear import PackedLinear
+from headrace.model.cuda import cudnn_attention
 from headrace.model.cuda.compile import FUSED
 from headrace.model.lora import LoraLinear
 from headrace.model.multi_lora import adapters_in_use, is_adapter_hook, row_update
@@ -120,10 +121,28 @@ def addmm_fp32(stream_TN: Tensor, factor_TD: Tensor, weight_ND: Tensor, out: Ten
 def attention_fp16(
     query: Tensor, key: Tensor, value: Tensor, context: Packed, scale: float, window: int | None, *, bf16_copy: bool
 ) -> Fp16Operand:
-    """Compute causal attention of packed tokens, [T, H, D] each, bit-cast."""
-    key, value, spans = packed_keys(key, value, context)
-    out, copy = _Attention.apply(query, key, value, *spans, scale, window, bf16_copy)  # type: ignore[no-untyped-call]
-    return out, copy
+    """Compute causal attention of packed tokens, [T, H, D] each, bit-cast: long segments by cuDNN."""
+
+    def others(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Fp16Operand:
+        k, v, spans = packed_keys(k, v, packed)
+        out, copy = _Attention.apply(q, k, v, *spans, scale, window, bf16_copy)  # type: ignore[no-untyped-call]
+        return out, copy
+
+    def long(q: Tensor, k: Tensor, v: Tensor, rows: int) -> Fp16Operand:
+        out, copy = _LongAttention.apply(q, k, v, rows, scale, bf16_copy)  # type: ignore[no-untyped-call]
+        return out, copy
+
+    if context.ends is None:
+        context = make_packed(context.lengths, query.device, context.parents)
+    if context.parts is None or window is not None or not cudnn_attention.cudnn_applies(query):
+        return others(query, key, value, context)
+    results = by_parts(query, key, value, context.parts, long=long, others=others)
+    outs, copies = (list(column) for column in zip(*results, strict=True))
+    return _joined(outs), _joined(copies) if bf16_copy else None
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def add_gradients(grad: Tensor | None, grad_copy: Tensor | None) -> Tensor | None:
@@ -237,6 +256,40 @@ class _Attention(torch.autograd.Function):
             scale.to_float16(grad), q, k, v, out, lse, *spans, 0.0, ctx.causal, seed, unused, **ctx.how
         )
         return *(scale.from_float16(scaled, BF16) for scaled in grads), *([None] * 7)
+
+
+class _LongAttention(torch.autograd.Function):
+    """Maps (query, key, value, rows, scale, bf16_copy) to causal attention of that many sequences of one length.
+
+    By cuDNN, in float16 both ways, with gradients scaled as in `_Attention`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: int, scale: float, bf16_copy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        q, k, v = (cudnn_attention.as_rows(view_as_fp16(states), rows) for states in (query, key, value))
+        out_NHTD, saved = cudnn_attention.forward(q, k, v, scale, causal=True)
+        ctx.rows, ctx.length, ctx.scale = rows, query.shape[0] // rows, scale
+        ctx.numbers = [None if isinstance(one, Tensor) else one for one in saved]
+        ctx.save_for_backward(q, k, v, out_NHTD, *(one if isinstance(one, Tensor) else None for one in saved))
+        ctx.set_materialize_grads(False)
+        out = out_NHTD.transpose(1, 2)[:, : ctx.length].reshape(query.shape)
+        return view_as_bf16(out), _cast(out, BF16) if bf16_copy else None
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_copy: Tensor | None) -> Any:
+        from headrace.model.cuda.fp16_kernels import GradientScale  # needs Triton
+
+        q, k, v, out, *tensors = ctx.saved_tensors
+        saved = [number if tensor is None else tensor for tensor, number in zip(tensors, ctx.numbers, strict=True)]
+        grad = add_gradients(grad_out, grad_copy)
+        assert grad is not None, "an attention whose output has no gradient"
+        scale = GradientScale.of(grad, terms=ctx.length * (q.shape[1] // k.shape[1]))  # of a value's gradient
+        grad_NHTD = cudnn_attention.as_rows(scale.to_float16(grad), ctx.rows)
+        grads = cudnn_attention.backward(grad_NHTD, q, k, v, out, saved, ctx.scale, causal=True)
+        flat = (states.transpose(1, 2)[:, : ctx.length].flatten(0, 1) for states in grads)
+        return *(scale.from_float16(scaled, BF16) for scaled in flat), None, None, None
 
 
 def _weight_gradient(grad_TN: Tensor, x_copy: Tensor) -> Tensor:
