@@ -448,7 +448,6 @@ def by_parts(
         else:
             results.append(others(query, key_THD, value_THD, part.others))
     return results
->>>>>>> 6afded1 (Train long sequences on Hopper with cuDNN's attention, segment by segment)
 
 
 def packed_keys(
