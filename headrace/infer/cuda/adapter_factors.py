@@ -22,7 +22,8 @@ from headrace.model.multi_lora import BASE, HEAD, Adapter, AdapterTable
 
 CAPACITY = 256  # adapters; doubles when they are more
 LEAST_RANK, MOST_TILE = 16, 64  # of a tile's ranks
-SLICE = 1024  # inputs of a slice of `shrink_kernel` while decoding
+SLICE, MOST_SLICES = 1024, 4  # inputs of a slice of `shrink_kernel` while decoding, and number of slices: a power of 2
+BLOCK = 64  # inputs at a time: with three stages a program fits beside one of the layer's own product
 COLUMNS = 128
 QKV, OUT, GATE_UP, DOWN = range(4)  # parts of a layer; the head comes behind those of all layers
 PART = re.compile(r"layers\.(\d+)\.(self_attn\.q_proj|self_attn\.o_proj|mlp\.gate_proj|mlp\.down_proj)$")
@@ -189,9 +190,10 @@ class AdaptedRows:
             f.num_parts,
             inputs,
             self.rows,
-            SLICE if slices > 1 else inputs,
+            triton.cdiv(inputs, slices * BLOCK) * BLOCK,
             LAYERS=layers,
-            BLOCK=128 if x.dtype != torch.float32 else 32,
+            BLOCK=BLOCK,
+            num_stages=3,
             **tile,
         )
 
@@ -200,7 +202,7 @@ class AdaptedRows:
             torch.cuda.current_stream().wait_stream(self.beside)
 
     def _slices(self, inputs: int) -> int:
-        return triton.cdiv(inputs, SLICE) if self.rows_of_block == DECODE_BLOCK else 1
+        return slices_of(inputs) if self.rows_of_block == DECODE_BLOCK else 1
 
     def _tile(self, like: Tensor) -> dict[str, Any]:
         return {
@@ -212,8 +214,13 @@ class AdaptedRows:
         }
 
 
+def slices_of(inputs: int) -> int:
+    """Return in how many slices A x is computed while decoding, so that it takes no longer than the product beside."""
+    return min(MOST_SLICES, triton.next_power_of_2(triton.cdiv(inputs, SLICE)))
+
+
 def low_size(shape: DecoderShape, most_rank: int, rows: int, *, decoding: bool) -> int:
     """Return the numbers in the largest A x of a part for so many rows, in slices."""
     inputs = {3: shape.D, 2: shape.D, 1: max(shape.inner, shape.Q * shape.W, shape.D)}
-    slices = {layers: triton.cdiv(size, SLICE) if decoding else 1 for layers, size in inputs.items()}
+    slices = {layers: slices_of(size) if decoding else 1 for layers, size in inputs.items()}
     return max(rows * layers * most_rank * count for layers, count in slices.items())

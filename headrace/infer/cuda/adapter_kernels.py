@@ -70,16 +70,17 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _low(  # type: ignore[no-untyped-def]
     low, first, i, count, rows, layer, start, rank, scale,
-    dtype: tl.constexpr, LAYERS: tl.constexpr, MOST_RANK: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr,
-    SLICES: tl.constexpr,
+    dtype: tl.constexpr, LAYERS: tl.constexpr, MOST_RANK: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """Add up the slices of A x for a tile of the rank, times alpha / rank."""
     r = start + tl.arange(0, RANKS)
     mask = (i < count)[:, None] & (r < rank)[None, :]
     spot = low + ((first + i) * LAYERS + layer)[:, None] * MOST_RANK + r[None, :]
-    total = tl.zeros((ROWS, RANKS), tl.float32)
-    for split in range(SLICES):
-        total += tl.load(spot + (split * rows).to(tl.int64) * LAYERS * MOST_RANK, mask=mask, other=0.0)
+    if SLICES == 1:
+        total = tl.load(spot, mask=mask, other=0.0)
+    else:
+        split = tl.arange(0, SLICES).to(tl.int64) * rows * LAYERS * MOST_RANK
+        total = tl.sum(tl.load(spot[None, :, :] + split[:, None, None], mask=mask[None, :, :], other=0.0), 0)
     return (total * scale).to(dtype)
 
 
@@ -149,7 +150,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         r = start + tl.arange(0, RANKS)
         factor = up + column[:, None] * rank + r[None, :]
         weight = tl.load(factor, mask=(o < size)[:, None] & (r < rank)[None, :], other=0.0)
-        own = _low(low, first, i, count, rows, layer, start, rank, scale, dtype, LAYERS, MOST_RANK, ROWS, RANKS, SLICES)
+        own = _low(low, first, i, count, rows, layer, start, rank, scale, dtype, LAYERS, MOST_RANK, RANKS, SLICES)
         total = tl.dot(own, tl.trans(weight), total, input_precision=PRECISION)
     tl.store(spot, (held + total).to(y.dtype.element_ty), mask=mask)
 
@@ -206,10 +207,10 @@ def adapted_gate_kernel(  # type: ignore[no-untyped-def]
             where = factors + o.to(tl.int64)[:, None] * rank + r[None, :]
             real = inside[:, None] & (r < rank)[None, :]
             weight = tl.load(where, mask=real, other=0.0)
-            own = _low(low, first, i, count, rows, 0, start, rank, scale, dtype, 2, MOST_RANK, ROWS, RANKS, SLICES)
+            own = _low(low, first, i, count, rows, 0, start, rank, scale, dtype, 2, MOST_RANK, RANKS, SLICES)
             more_gate = tl.dot(own, tl.trans(weight), more_gate, input_precision=PRECISION)
             weight = tl.load(where + inner.to(tl.int64) * rank, mask=real, other=0.0)
-            own = _low(low, first, i, count, rows, 1, start, rank, scale, dtype, 2, MOST_RANK, ROWS, RANKS, SLICES)
+            own = _low(low, first, i, count, rows, 1, start, rank, scale, dtype, 2, MOST_RANK, RANKS, SLICES)
             more_up = tl.dot(own, tl.trans(weight), more_up, input_precision=PRECISION)
         gate = (gate + more_gate).to(dtype).to(tl.float32)
         up = (up + more_up).to(dtype).to(tl.float32)
