@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, Mxfp4Config
 from transformers.utils import logging as transformers_logging
 
@@ -35,7 +35,8 @@ from headrace.model.compute_thread import MODEL_CONSTRUCTION
 from headrace.model.cpu.float64 import keep_float64
 from headrace.model.cpu.layers import patch_cpu_layers
 from headrace.model.cpu.packed_linear import pack_linears
-from headrace.model.cuda.compile import layer_forward
+from headrace.model.cuda.compile import COMPILED, layer_forward
+from headrace.model.cuda.recompute import keep_attention
 from headrace.model.experts import prepare_experts, routed, stack_experts, stacked_names
 from headrace.model.folder_check import check_model_folder
 from headrace.model.head import LogitRule
@@ -580,7 +581,10 @@ def full_copy(lm: LanguageModel) -> LanguageModel:
 
 
 def recompute_layers(model: Any) -> None:
-    """Keep only each layer's input for the backward pass, which computes the layer again (gradient checkpointing)."""
+    """Keep only each layer's input for the backward pass, which computes the layer again (gradient checkpointing).
+
+    On CUDA the output of its attention is kept too, and not computed again.
+    """
     for layer in decoder_layers(model):
         layer.forward = MethodType(_recomputed, layer)  # bound to the layer, so a deep copy of the model uses its own
 
@@ -590,6 +594,11 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(layer, *args, **kwargs)
     context = copy_context()  # the backward pass may run on another thread, where no adapter is chosen
+    on_cuda = next(layer.parameters()).is_cuda and not getattr(layer, COMPILED, False)
     return checkpoint(
-        lambda *inner, **named: context.run(forward, layer, *inner, **named), *args, use_reentrant=False, **kwargs
+        lambda *inner, **named: context.run(forward, layer, *inner, **named),
+        *args,
+        use_reentrant=False,
+        context_fn=keep_attention if on_cuda else noop_context_fn,
+        **kwargs,
     )

@@ -662,9 +662,10 @@ def training_memory(
     state = max(size, FP32)
     fused = device == "cuda" and size < FP32
     layers_kept = activation_bytes_per_token(shape, size, fused=fused and shape.model_type in FUSED_TYPES)
-    if recompute:  # every layer's input, and one layer in full
+    if recompute:  # every layer's input, and one layer in full; on CUDA also the output of attention, and its sums
         stream = FP32 if fused and shape.model_type in FUSED_TYPES else size
-        layers_kept = layers_kept // shape.layers + shape.layers * shape.width * stream
+        mixed = shape.heads * (shape.head_width * size + FP32) if device == "cuda" else 0
+        layers_kept = layers_kept // shape.layers + shape.layers * (shape.width * stream + mixed)
     chunk = min(CUDA_HEAD_CHUNK_TOKENS if device == "cuda" else HEAD_CHUNK_TOKENS, micro_batch_tokens)
     stored = frozen if ranks > 1 and size < FP32 else trainable + frozen
     return Memory(

@@ -248,7 +248,8 @@ def test_memory_on_a_gpu_by_hand() -> None:
         recompute=True,
         beside=7,
     )
-    assert again.activations == 10 * (120 + 2 * 4 * 4)  # one layer, and the input of each in float32
+    mixed = 2 * (2 * 2 + 4)  # output of attention and a softmax sum, of 2 heads
+    assert again.activations == 10 * (120 + 2 * (4 * 4 + mixed))  # one layer, and the input of each in float32
     assert again.total == memory.total - 2400 + 1520 + 7
 
 

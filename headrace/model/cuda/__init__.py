@@ -9,11 +9,12 @@
 - `softmax.py` turns a chunk of logits into probabilities in place, for the log-prob head.
 - `gather.py` copies shared keys and values for each segment that sees them, and adds their gradients.
 - `reductions.py` adds up over tokens in a fixed order.
+- `recompute.py` recomputes layers without their attention.
 - `compile.py` compiles decoder layers with torch.compile.
 - `determinism.py` switches CUDA to deterministic kernels.
 
-`layers`, `expert_kernels`, `fp16_kernels`, `softmax`, `gather` and `reductions` need Triton, which CUDA builds of torch bring along:
-check `available` before importing them.
+`layers`, `expert_kernels`, `fp16_kernels`, `softmax`, `gather` and `reductions` need Triton, which CUDA builds of torch
+bring along: check `available` before importing them.
 """
 
 import importlib.util
