@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from headrace.cluster.role_worker import RoleWorker
 from headrace.cluster.worker_pool import WorkerLostError, WorkerPool
 from headrace.errors import HeadraceError, ModelError, RolloutError, boundary
+from headrace.process.watchdog import watching
 from headrace.retry import doubling
 from headrace.types import Datum, FloatArray
 
@@ -56,7 +57,8 @@ class ClusterScorer:
         for attempt in itertools.count(1):
             try:
                 async with self._pool.worker() as worker:
-                    scores = await worker.call("score", self._folder, tuple(data))
+                    with watching(f"the scores of {self._folder} by {worker.name}", loads=True):  # at first it loads
+                        scores = await worker.call("score", self._folder, tuple(data))
                 break
             except WorkerLostError as exc:
                 if attempt == MAX_ATTEMPTS:

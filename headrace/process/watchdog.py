@@ -252,9 +252,14 @@ class Watchdog:
 
 
 @contextmanager
-def watching_start(what: str) -> Iterator[None]:
-    """Watch the start of a command that has no [run] and no event loop yet; what it loads is a part of it."""
-    watch = Watchdog(tell_s=STALL_WARN_S, end_s=STALL_END_S, load_end_s=LOAD_END_S, go_on="; start it again")
+def watching_start(what: str, *, tell_s: float | None = None, load_end_s: float | None = None) -> Iterator[None]:
+    """Watch the start of a command, or its end, where it has no watchdog; what it loads is a part of it."""
+    watch = Watchdog(
+        tell_s=STALL_WARN_S if tell_s is None else tell_s,
+        end_s=STALL_END_S,
+        load_end_s=LOAD_END_S if load_end_s is None else load_end_s,
+        go_on="; start it again",
+    )
     with watch, watching_thread(what, loads=True):
         yield
 

@@ -8,6 +8,7 @@ import pytest
 from headrace.cluster import reference_worker, worker_pool
 from headrace.cluster.reference_worker import ClusterScorer, ReferenceWorker, Scorer
 from headrace.errors import ModelError
+from headrace.process.watchdog import open_activities
 from headrace.types import Datum, FloatArray, float_array, int_array
 from support.cluster_workers import LocalWorkers
 
@@ -62,8 +63,10 @@ async def test_a_request_whose_worker_is_lost_is_scored_by_another_one() -> None
         workers.at[0].hangs = True
         asking = asyncio.ensure_future(score([datum(1)]))
         await asyncio.sleep(0)
+        assert any(what.startswith("the scores of base by ") for what in open_activities()), "a hang would be told"
         workers.at[0].kill()
         [row] = await asking
+        assert not any(what.startswith("the scores of base by ") for what in open_activities())
         assert row.tolist() == [5.0]
 
     await scored(workers, use)

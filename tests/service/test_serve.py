@@ -14,9 +14,12 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.errors import ConfigError, HeadraceError
 from headrace.model.memory import num_parameters, tiny_model_dims
+from headrace.process.watchdog import open_activities
+from headrace.service.host.adapter_host import AdapterHost
 from headrace.service.http.auth import HashedKey, Quota, hash_key
 from headrace.service.http.server import serving
 from headrace.service.settings import ServeConfig, load_serve_config
+from headrace.wiring.commands import serve as serve_command
 from headrace.wiring.commands.serve import ServiceHandle, kv_room, open_service
 from support.paths import DOCS
 from support.tinker_sdk import prompt, sampling, tinker, types
@@ -190,6 +193,20 @@ def test_a_configured_key_is_its_hash() -> None:
 def test_a_wrong_file_is_one_sentence(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words.replace("?", r"\?").replace("[", r"\[")):
         load_serve_config(text, file="serve.toml")
+
+
+def test_start_and_end_of_a_server_are_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_serve_config(f'[serve]\nfolder = "{tmp_path}"', file="serve.toml")
+    during: list[tuple[str, ...]] = []
+    load, close = serve_command.load_model, AdapterHost.close
+    monkeypatch.setattr(
+        serve_command, "load_model", lambda *a, **options: (during.append(open_activities()), load(*a, **options))[1]
+    )
+    monkeypatch.setattr(AdapterHost, "close", lambda host: (during.append(open_activities()), close(host))[1])
+    with open_service(config):
+        during.append(open_activities())
+    watched = [[what for what in now if what.endswith("of the server")] for now in during]
+    assert watched == [["the start of the server"], [], ["the end of the server"]]
 
 
 def test_everybody_is_not_let_in_by_accident(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from headrace.model import attention
 from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import LoraLinear
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.process.watchdog import watching
+from headrace.process.watchdog import open_activities, watching
 from headrace.render import Rendered, Renderer
 from headrace.train.torch_backend import TorchBackend, make_optimizer
 from headrace.types import (
@@ -381,6 +381,21 @@ def test_a_computation_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch, caplo
     with caplog.at_level(logging.WARNING, logger="headrace"):
         assert list(verify_command.verify(model=None, device="cpu")) == []
     assert "no progress: the trainer: forward_backward" in caplog.text
+
+
+def test_a_check_whose_tasks_wait_for_each_other_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    during: list[tuple[str, ...]] = []
+
+    def prove(parts: VerifySubject) -> Iterator[PropertyResult]:
+        for number in range(2):
+            during.append(open_activities())
+            figure = Figure(label="y", value=0.0, bound=1.0)
+            yield PropertyResult(name=str(number), figures=(figure,), detail="")
+
+    monkeypatch.setattr(verify_command, "prove", prove)
+    assert len(list(verify_command.verify(model=None, device="cpu"))) == 2
+    assert all("checking a property" in what for what in during)
+    assert "checking a property" not in open_activities()
 
 
 def test_a_figure_that_is_no_number_is_not_within_its_bound() -> None:

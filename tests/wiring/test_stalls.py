@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from headrace import wiring
-from headrace.config import Config
+from headrace.config import Config, ModelConfig
+from headrace.errors import BackendError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.scheduler import Scheduler
 from headrace.model.tiny import save_tiny
@@ -160,6 +161,21 @@ def test_a_start_that_takes_long_is_told_and_one_without_end_is_ended(
     assert f"no progress: {what}" in log
     assert exits == ([watchdog.EXIT_STALLED] * len(calls) if ends else [])
     assert (f"{what}: nothing moved for 10000 s, so the process ends; go on with  headrace train" in log) == ends
+
+
+def test_checking_a_service_is_watched_before_there_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    during: list[str] = []
+
+    def check(config: Config) -> None:
+        during.extend(watchdog.open_activities())
+        raise BackendError("enough")
+
+    monkeypatch.setattr(train_command, "check_service", check)
+    config = Config(model=ModelConfig(service="http://127.0.0.1:9"))
+    with pytest.raises(BackendError, match="enough"):
+        wiring.train(config, config_text_path=tmp_path / "run.toml", resume=None)
+    assert during == ["checking the service"]
 
 
 def open_evaluation(folder: Path) -> Config:

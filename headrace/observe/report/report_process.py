@@ -6,8 +6,10 @@ training process has neither to spare, and would keep the holes that such memory
 
 import logging
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from headrace.errors import RunFolderError
@@ -16,7 +18,7 @@ from headrace.printable import single_line
 
 logger = logging.getLogger(__name__)
 
-LIMIT_S = 600.0  # that one report may take
+LIMIT_S, KILL_S = 600.0, 10.0  # that one report may take, and the end of a process that was killed
 MAX_WORDS = 1000  # characters of a line that the process says
 NOT_WRITTEN = 2  # the status of a process whose last line says why there is no report
 
@@ -46,7 +48,10 @@ def finish_report(process: "subprocess.Popen[str]", *, limit_s: float = LIMIT_S)
         told, failed = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate()
+        with suppress(ProcessLookupError):  # what it has started holds its pipes
+            os.killpg(process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # a disk does not let go of it
+            process.communicate(timeout=KILL_S)
         raise RunFolderError(f"it took longer than {limit_s:g} s") from None
     lines = [single_line(line, MAX_WORDS) for line in told.splitlines() if line.strip()]
     if process.returncode != 0:

@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from headrace.algo.random import derive_seed
 from headrace.config.paths import SERVICE_STATE
 from headrace.errors import BackendError, NoGradientError, SamplerError, boundary
+from headrace.process.watchdog import Activity, watching
 from headrace.service.client.futures import RequestFuture
 from headrace.service.client.sampling import SamplingClient
 from headrace.service.client.session import ServiceClient
@@ -46,11 +47,36 @@ from headrace.types import (
 )
 
 POINTER = SERVICE_STATE
+T = TypeVar("T")
+
+
+class _OpenRequests:
+    """Lets the watchdog see requests whose answers somebody waits for; every answer is progress for all."""
+
+    def __init__(self) -> None:
+        self._open: set[Activity] = set()
+
+    def watch(self, what: str, future: "Future[T]") -> "Future[T]":
+        if future.done():
+            return future
+        entered = contextlib.ExitStack()
+        activity = entered.enter_context(watching(f"the service: {what}"))
+        self._open.add(activity)
+
+        def end(_: object) -> None:
+            self._open.discard(activity)
+            entered.close()
+            for other in tuple(self._open):
+                other.beat()
+
+        future.add_done_callback(end)
+        return future
 
 
 class ServiceBackend:
     """A `TrainBackend` over the service.
 
+    A service that answers polls and never with a result is a stall of the run that waits (`headrace.process.watchdog`).
     If a request fails after others have added to a gradient, the step fails with NoGradientError and the whole
     gradient is discarded, also what was added after the failure.
     """
@@ -60,14 +86,15 @@ class ServiceBackend:
         self._gradients: list[RequestFuture[ForwardOut]] = []
         self._saved: dict[Path, str] = {}  # paths at the server
         self._num_saved = 0
+        self._watch = _OpenRequests().watch
 
     def forward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
-        return self.client.forward(data, loss).finished.future
+        return self._watch("forward", self.client.forward(data, loss).finished.future)
 
     def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> "Future[ForwardOut]":
         request = self.client.forward_backward(data, loss)
         self._gradients.append(request)
-        return request.finished.future
+        return self._watch("forward_backward", request.finished.future)
 
     def optim_step(self, update: Adam | DiscardGradient | ScaleUpdate) -> "Future[UpdateOut]":
         if isinstance(update, ScaleUpdate):
@@ -77,7 +104,7 @@ class ServiceBackend:
             return self.client.optim_step(update).finished.future
         if not gradients:
             return failed_request(NoGradientError("optim_step needs a forward_backward before it")).finished.future
-        return self.client.optim_step(update, after=gradients).finished.future
+        return self._watch("optim_step", self.client.optim_step(update, after=gradients).finished.future)
 
     def save_state(self, folder: Path) -> "Future[None]":
         """Save the state at the server, and write its path there into a file in the folder."""
@@ -91,7 +118,7 @@ class ServiceBackend:
             with boundary(BackendError, f"{folder} cannot be written"):
                 await asyncio.to_thread(_write_pointer, folder, path)
 
-        return self.client.transport.spawn(point()).future
+        return self._watch("save_state", self.client.transport.spawn(point()).future)
 
     def load_state(self, folder: Path) -> "Future[None]":
         """Load a state that this client, or another of the same key, saved into the folder."""
@@ -113,10 +140,10 @@ class ServiceBackend:
         async def load() -> None:
             await asyncio.wrap_future(loading.finished.future)
 
-        return self.client.transport.spawn(load()).future
+        return self._watch("load_state", self.client.transport.spawn(load()).future)
 
     def export_weights(self) -> "Future[WeightsHandle]":
-        return cast("Future[WeightsHandle]", self.client.snapshot().finished.future)
+        return self._watch("snapshot", cast("Future[WeightsHandle]", self.client.snapshot().finished.future))
 
 
 def _write_pointer(folder: Path, path: str) -> None:
@@ -177,7 +204,12 @@ class ServiceSampler:
         if temperature != 1.0:
             raise SamplerError("the service scores at temperature 1 only")
         requests = [self._client.logprobs(sequence) for sequence in sequences]
-        return tuple([await request.finished for request in requests])
+        with watching("the service: log-probs of sequences") as activity:
+            scores = []
+            for request in requests:
+                scores.append(await request.finished)
+                activity.beat()
+        return tuple(scores)
 
     async def load(self, handle: WeightsHandle, version: int) -> str:
         if self._open:

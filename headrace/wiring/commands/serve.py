@@ -74,7 +74,7 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
     check_reach(config.serve.host, has_keys=bool(config.keys))
     folder = Path(config.serve.folder).absolute()
     _raise_file_limit()
-    with contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
+    with contextlib.ExitStack() as ending, contextlib.ExitStack() as stack, contextlib.ExitStack() as starting:
         starting.enter_context(watching_start("the start of the server"))
         stack.enter_context(private_files(folder, config.serve.journal))
         journal = stack.enter_context(contextlib.closing(_open_journal(config, folder)))
@@ -127,7 +127,10 @@ def open_service(config: ServeConfig, *, make_key: bool = False, adopt: bool = F
             )
             with prompt_collections():
                 starting.close()  # the running server has a watchdog of its own
-                yield ServiceHandle(app=app, card=card, new_key=fresh_key)
+                try:
+                    yield ServiceHandle(app=app, card=card, new_key=fresh_key)
+                finally:
+                    ending.enter_context(watching_start("the end of the server"))
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from headrace.observe.run_folder import RunFolder, is_bare
 from headrace.observe.run_warnings import RunWarnings, keeping_warnings
 from headrace.observe.sinks.jsonl import JsonlSink, check_records
 from headrace.process.thread_pool import start_pool
-from headrace.process.watchdog import Watchdog, watching_thread
+from headrace.process.watchdog import Watchdog, watching_start, watching_thread
 from headrace.storage.folder_lock import FolderLock, hold_folder
 from headrace.storage.hub import HubCommit
 from headrace.train.checkpoint import LoadedCheckpoint, checkpoint_name, read_checkpoint
@@ -83,7 +83,9 @@ def train(
     """
     served_tokens, wait_s = None, lock_wait_s()
     if config.model.service is not None:
-        with no_progress_bars():
+        run = config.run
+        starting = watching_start("checking the service", tell_s=run.stall_warn_s, load_end_s=run.load_end_s)
+        with no_progress_bars(), starting:
             served_tokens = check_service(config)
     elif choose_device(config.model.device) == "cuda" and config.run.deterministic:  # refuses one that is not there
         make_deterministic()

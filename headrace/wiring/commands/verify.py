@@ -14,7 +14,7 @@ from headrace.infer.engine import EmbeddedEngine
 from headrace.model.device import choose_device, choose_dtype
 from headrace.model.load import LanguageModel, load_model, no_progress_bars, prepare
 from headrace.model.tiny import make_model, make_tokenizer
-from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog, watching_start
+from headrace.process.watchdog import STALL_END_S, STALL_WARN_S, Watchdog, watching_start, watching_thread
 from headrace.render import Renderer
 from headrace.train.torch_backend import TorchBackend
 from headrace.types import CROSS_ENTROPY, LossSpec
@@ -37,7 +37,13 @@ def verify(*, model: str | None, device: str) -> Iterator[PropertyResult]:
             lm = _small_model(place, dtype) if model is None else load_model(model, device=place, dtype=dtype)
             fuse_cuda_layers(lm)
         with Watchdog(tell_s=STALL_WARN_S, end_s=STALL_END_S, go_on="; start it again"):
-            yield from prove(verify_parts(lm))
+            proving = prove(verify_parts(lm))
+            while True:
+                with watching_thread("checking a property", loads=True):  # all of its computations
+                    result = next(proving, None)
+                if result is None:
+                    return
+                yield result
 
 
 def verify_parts(lm: LanguageModel) -> VerifySubject:

@@ -90,6 +90,17 @@ def test_the_end_of_a_run_does_not_wait_for_ever_for_a_report(
     assert endless.wait(50) != 0, "the process is ended with the run"
 
 
+def test_a_report_that_takes_too_long_is_ended_with_what_it_has_started() -> None:
+    began = time.monotonic()
+    command = ["sh", "-c", "sleep 100 & sleep 100"]
+    endless = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with pytest.raises(RunFolderError, match=r"longer than 0\.2 s"):
+        finish_report(endless, limit_s=0.2)
+    assert time.monotonic() - began < 9.0, "the pipes are closed"
+
+
 def test_a_report_that_takes_too_long_is_ended() -> None:
     command = [sys.executable, "-c", "import time; time.sleep(100)"]
     endless = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

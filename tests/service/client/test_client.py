@@ -3,6 +3,7 @@
 import asyncio
 import runpy
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from headrace.errors import BackendError, HeadraceError, NoGradientError, RequestError, SamplerError
+from headrace.process import watchdog
+from headrace.process.watchdog import open_activities
 from headrace.service.client import (
     FutureGroup,
     RequestFuture,
@@ -41,6 +44,7 @@ from headrace.types import (
     int_array,
 )
 from support.paths import EXAMPLES
+from support.tinker_sdk import until
 from support.tinker_server import KEY, Served, served
 
 LIMIT_S = 100
@@ -518,6 +522,32 @@ def test_a_state_in_a_folder_is_loaded_by_another_client(server: Served, model: 
         other = ServiceBackend(elsewhere.create_training(rank=4, seed=9).result(LIMIT_S))
         other.load_state(tmp_path / "state").result(LIMIT_S)
         assert other.export_weights().result(LIMIT_S).fingerprint == expected
+
+
+def test_a_run_ends_when_the_service_never_answers_with_a_result(server: Served, model: TrainingClient) -> None:
+    backend, goes_on, exits = ServiceBackend(model), threading.Event(), list[int]()
+    watch = watchdog.Watchdog(tell_s=300.0, end_s=3600.0, exit=exits.append)
+
+    def hold(verb: str) -> None:
+        goes_on.wait(LIMIT_S)
+
+    server.host.hold = hold
+    first = backend.forward_backward(DATA, CROSS_ENTROPY)
+    step = backend.optim_step(UPDATE)
+    waiting = [one for one in watchdog._open.values() if one.what.startswith("the service: ")]
+    assert [one.what for one in waiting] == ["the service: forward_backward", "the service: optim_step"]
+    for one in waiting:
+        one.moved -= 3000.0
+    watch.check(time.monotonic())
+    assert exits == []
+    watch.check(time.monotonic() + 700.0)
+    assert exits == [watchdog.EXIT_STALLED]
+    beat: list[float] = []
+    first.add_done_callback(lambda _: beat.append(waiting[1].moved))
+    goes_on.set()
+    step.result(LIMIT_S)
+    assert beat[0] > waiting[0].moved + 2000.0, "an answer is progress for the requests behind it"
+    until(lambda: not any(what.startswith("the service: ") for what in open_activities()))
 
 
 async def test_the_example_trains_both_ways_and_tells_how_long_each_took(capsys: pytest.CaptureFixture[str]) -> None:
