@@ -17,13 +17,12 @@ from torch import Tensor
 
 from headrace.infer.cuda import adapter_kernels
 from headrace.infer.cuda.layer_weights import DecoderShape, DenseWeights
-from headrace.infer.cuda.tiling import DECODE_BLOCK
 from headrace.model.multi_lora import BASE, HEAD, Adapter, AdapterTable
 
 CAPACITY = 256  # adapters; doubles when they are more
 LEAST_RANK, MOST_TILE = 16, 64  # of a tile's ranks
-SLICE, MOST_SLICES = 1024, 4  # inputs of a slice of `shrink_kernel` while decoding, and number of slices: a power of 2
-BLOCK = 64  # inputs at a time: with three stages a program fits beside one of the layer's own product
+SLICE, MOST_SLICES = 512, 16  # inputs of a slice of A x while decoding, and number of slices: a power of 2
+BLOCK = 256  # inputs at a time: a program waits for each of its loads, however small
 COLUMNS = 128
 QKV, OUT, GATE_UP, DOWN = range(4)  # parts of a layer; the head comes behind those of all layers
 PART = re.compile(r"layers\.(\d+)\.(self_attn\.q_proj|self_attn\.o_proj|mlp\.gate_proj|mlp\.down_proj)$")
@@ -39,6 +38,7 @@ class AdapterFactors:
         self._parts = table.parts
         self.num_parts = 4 * self.shape.layers + 1
         self.head = self.num_parts - 1
+        self.like, self.like_head = weights.layers[0].qkv, weights.head  # factors are in the types of these
         self.most_rank = LEAST_RANK
         self._slots: dict[int, int] = {}  # by the adapter's key
         self._held: dict[int, list[Tensor]] = {}  # factors by key
@@ -61,7 +61,7 @@ class AdapterFactors:
             if name not in adapter.down:
                 continue
             part = self._parts[name]
-            like = self._weights.head if number == self.head else self._weights.layers[0].qkv
+            like = self.like_head if number == self.head else self.like
             down = like.new_zeros(len(part.names), rank, part.inputs)
             up = like.new_zeros(sum(part.outputs), rank)
             ends = np.cumsum([0, *part.outputs])
@@ -110,15 +110,38 @@ def _part_number(name: str, shape: DecoderShape) -> int | None:
     return None if found is None else 4 * int(found[1]) + KINDS.index(found[2])
 
 
+@dataclass(frozen=True, slots=True)
+class LowBuffers:
+    """What the two kernels of a part hand on: A x for all rows of a forward pass, and its slices."""
+
+    half: Tensor  # in the type of the layers' factors
+    head: Tensor  # in the type of the head's
+    slices: Tensor
+    arrivals: Tensor
+
+    @staticmethod
+    def make(factors: AdapterFactors, rows: int, blocks: int) -> "LowBuffers":
+        shape, like, rank = factors.shape, factors.like, factors.most_rank
+        inputs = {3: shape.D, 2: shape.D, 1: max(shape.inner, shape.Q * shape.W, shape.D)}
+        slices = max(layers * slices_of(size) for layers, size in inputs.items())
+        tiles = 3 * (rank // min(rank, MOST_TILE))
+        return LowBuffers(
+            half=like.new_zeros(rows * 3 * rank),
+            head=factors.like_head.new_zeros(rows * rank),
+            slices=like.new_zeros(rows * rank * slices, dtype=torch.float32),
+            arrivals=like.new_zeros(blocks * tiles, dtype=torch.int32),
+        )
+
+
 @dataclass(slots=True, eq=False)
 class AdaptedRows:
-    """The adapters of the rows of one forward pass, and the buffer between the two kernels of a part."""
+    """The adapters of the rows of one forward pass."""
 
     factors: AdapterFactors
     blocks: Tensor  # [blocks, 3]: adapter or -1, first row, rows
     rows: int
     rows_of_block: int
-    low: Tensor
+    buffers: LowBuffers
     beside: "torch.cuda.Stream | None" = None  # on which A x is computed while the layer's own product is
 
     def shrink(self, number: int, x: Tensor, *, layers: int = 1) -> None:
@@ -130,70 +153,67 @@ class AdaptedRows:
         with torch.cuda.stream(self.beside):
             self._shrink(number, x, layers)
 
-    def expand(self, number: int, y: Tensor, outputs: Sequence[int], x: Tensor) -> None:
+    def expand(self, number: int, y: Tensor, outputs: Sequence[int]) -> None:
         """Add B (A x) to `y`, whose columns are those of linear layers with so many outputs."""
         self._join()
+        f, low = self.factors, self._low(number)
         tiles = sum(triton.cdiv(size, COLUMNS) for size in outputs)
-        f = self.factors
         adapter_kernels.expand_kernel[(len(self.blocks), tiles)](
             y,
-            self.low,
+            low,
             self.blocks,
             f.addresses,
             f.ranks,
-            f.scales,
             number,
             f.num_parts,
-            self.rows,
             sum(outputs),
             outputs[0],
             outputs[1] if len(outputs) > 1 else 0,
-            x,
             LAYERS=len(outputs),
-            SLICES=self._slices(x.shape[1]),
             COLUMNS=COLUMNS,
-            **self._tile(x),
+            **self._tile(low),
         )
 
-    def gate(self, number: int, out: Tensor, both: Tensor, x: Tensor) -> None:
+    def gate(self, number: int, out: Tensor, both: Tensor) -> None:
         """Compute the gate's product of both halves of `both` with their updates."""
         self._join()
         f, inner = self.factors, out.shape[1]
         adapter_kernels.adapted_gate_kernel[(len(self.blocks), triton.cdiv(inner, COLUMNS))](
             out,
             both,
-            self.low,
+            self.buffers.half,
             self.blocks,
             f.addresses,
             f.ranks,
-            f.scales,
             number,
             f.num_parts,
-            self.rows,
             inner,
-            SLICES=self._slices(x.shape[1]),
             COLUMNS=COLUMNS,
             **self._tile(both),
         )
 
     def _shrink(self, number: int, x: Tensor, layers: int) -> None:
         f, inputs = self.factors, x.shape[1]
-        slices = self._slices(inputs)
-        tile = self._tile(x)
+        slices, tile = slices_of(inputs), self._tile(x)
+        block = BLOCK if x.dtype != torch.float32 else 64
         adapter_kernels.shrink_kernel[(len(self.blocks), layers * (f.most_rank // tile["RANKS"]), slices)](
-            self.low,
+            self._low(number),
+            self.buffers.slices,
+            self.buffers.arrivals,
             x,
             self.blocks,
             f.addresses,
             f.ranks,
+            f.scales,
             number,
             f.num_parts,
             inputs,
             self.rows,
-            triton.cdiv(inputs, slices * BLOCK) * BLOCK,
+            triton.cdiv(inputs, slices * block) * block,
             LAYERS=layers,
-            BLOCK=BLOCK,
-            num_stages=3,
+            SLICES=slices,
+            BLOCK=block,
+            num_stages=2,
             **tile,
         )
 
@@ -201,8 +221,8 @@ class AdaptedRows:
         if self.beside is not None:
             torch.cuda.current_stream().wait_stream(self.beside)
 
-    def _slices(self, inputs: int) -> int:
-        return slices_of(inputs) if self.rows_of_block == DECODE_BLOCK else 1
+    def _low(self, number: int) -> Tensor:
+        return self.buffers.head if number == self.factors.head else self.buffers.half
 
     def _tile(self, like: Tensor) -> dict[str, Any]:
         return {
@@ -215,12 +235,7 @@ class AdaptedRows:
 
 
 def slices_of(inputs: int) -> int:
-    """Return in how many slices A x is computed while decoding, so that it takes no longer than the product beside."""
-    return min(MOST_SLICES, triton.next_power_of_2(triton.cdiv(inputs, SLICE)))
-
-
-def low_size(shape: DecoderShape, most_rank: int, rows: int, *, decoding: bool) -> int:
-    """Return the numbers in the largest A x of a part for so many rows, in slices."""
-    inputs = {3: shape.D, 2: shape.D, 1: max(shape.inner, shape.Q * shape.W, shape.D)}
-    slices = {layers: slices_of(size) if decoding else 1 for layers, size in inputs.items()}
-    return max(rows * layers * most_rank * count for layers, count in slices.items())
+    """Return in how many slices A x is computed: 1, or a multiple of those that are added up at a time."""
+    added: int = adapter_kernels.ADDED.value
+    slices: int = min(MOST_SLICES, triton.next_power_of_2(triton.cdiv(inputs, SLICE)))
+    return slices if slices == 1 else max(slices, added)

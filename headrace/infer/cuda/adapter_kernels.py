@@ -4,7 +4,8 @@ A block is up to ROWS neighbouring rows of one adapter: (adapter, first row, row
 The factors of adapter a on part p lie at `addresses[a, p]`: A [n R, I] and B [O, R], for a part of n linear layers with
 O outputs together, or 0 where the adapter does not change the part. R is the adapter's own rank, a multiple of 16.
 
-`shrink_kernel` computes A x in slices of the inputs; whoever reads the result adds the slices up in their order.
+`shrink_kernel` computes A x in slices of the inputs, because one program would wait for each of its loads in turn; the
+last program to arrive adds the slices up in their order.
 
 Shape letters: I inputs, O outputs, R rank.
 """
@@ -12,14 +13,19 @@ Shape letters: I inputs, O outputs, R rank.
 import triton
 import triton.language as tl
 
+ADDED = tl.constexpr(4)  # slices that are read at a time
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def shrink_kernel(  # type: ignore[no-untyped-def]
     low,
+    slices,
+    arrivals,
     x,
     blocks,
     addresses,
     ranks,
+    scales,
     part,
     parts,
     inputs,
@@ -27,23 +33,30 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
     slice_inputs,
     LAYERS: tl.constexpr,
     MOST_RANK: tl.constexpr,
+    SLICES: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """low[slice, row, layer] = A x over a slice of the inputs. Grid (blocks, layers and tiles of rank, slices)."""
-    entry = blocks + tl.program_id(0) * 3
+    """low[row, layer] = alpha / rank A x. Grid (blocks, layers and tiles of rank, SLICES).
+
+    `arrivals`, one for each block and tile, are zero before and after.
+    """
+    block = tl.program_id(0)
+    tile = tl.program_id(1)
+    split = tl.program_id(2)
+    entry = blocks + block * 3
     adapter = tl.load(entry).to(tl.int64)
     first = tl.load(entry + 1).to(tl.int64)
     count = tl.load(entry + 2)
     if adapter < 0:
         return
     TILES: tl.constexpr = MOST_RANK // RANKS
-    layer = tl.program_id(1) // TILES
-    start = (tl.program_id(1) % TILES) * RANKS
-    split = tl.program_id(2)
+    layer = tile // TILES
+    start = (tile % TILES) * RANKS
     rank = tl.load(ranks + adapter)
+    scale = tl.load(scales + adapter)
     address = tl.load(addresses + (adapter * parts + part) * 2)
     if (address == 0) | (start >= rank):
         return
@@ -63,25 +76,23 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
         own = tl.load(spot + at, mask=there & inside, other=0.0)
         weight = tl.load(factor + at, mask=real & inside, other=0.0)
         total = tl.dot(own, tl.trans(weight), total, input_precision=PRECISION)
-    to = low + ((split * rows + first + i) * LAYERS + layer)[:, None] * MOST_RANK + r[None, :]
-    tl.store(to, total, mask=there)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _low(  # type: ignore[no-untyped-def]
-    low, first, i, count, rows, layer, start, rank, scale,
-    dtype: tl.constexpr, LAYERS: tl.constexpr, MOST_RANK: tl.constexpr, RANKS: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
-    """Add up the slices of A x for a tile of the rank, times alpha / rank."""
-    r = start + tl.arange(0, RANKS)
-    mask = (i < count)[:, None] & (r < rank)[None, :]
-    spot = low + ((first + i) * LAYERS + layer)[:, None] * MOST_RANK + r[None, :]
-    if SLICES == 1:
-        total = tl.load(spot, mask=mask, other=0.0)
-    else:
-        split = tl.arange(0, SLICES).to(tl.int64) * rows * LAYERS * MOST_RANK
-        total = tl.sum(tl.load(spot[None, :, :] + split[:, None, None], mask=mask[None, :, :], other=0.0), 0)
-    return (total * scale).to(dtype)
+    place = ((first + i) * LAYERS + layer)[:, None] * MOST_RANK + r[None, :]
+    if SLICES > 1:
+        stride = rows.to(tl.int64) * LAYERS * MOST_RANK
+        tl.store(slices + split * stride + place, total, mask=there)
+        tl.debug_barrier()
+        counter = arrivals + block * tl.num_programs(1) + tile
+        if tl.atomic_add(counter, 1, sem="acq_rel") != SLICES - 1:
+            return
+        tl.store(counter, 0)
+        total = tl.zeros((ROWS, RANKS), tl.float32)
+        for at in range(0, SLICES, ADDED):
+            each = (at + tl.arange(0, ADDED)).to(tl.int64)[:, None, None] * stride
+            parts_of = tl.load(
+                slices + place[None, :, :] + each, mask=there[None, :, :], other=0.0, cache_modifier=".cg"
+            )
+            total += tl.sum(parts_of, 0)
+    tl.store(low + place, (total * scale).to(dtype), mask=there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -91,26 +102,20 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     blocks,
     addresses,
     ranks,
-    scales,
     part,
     parts,
-    rows,
     outputs,
     first_outputs,
     second_outputs,
-    like,
     LAYERS: tl.constexpr,
     MOST_RANK: tl.constexpr,
-    SLICES: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y += B (A x) in the type of y. Grid (blocks, tiles of columns), where no tile lies in two layers of the part.
-
-    `like` has the type of the factors; the layers' outputs are `first_outputs`, `second_outputs` and the others.
-    """
+    """y += B low in the type of y. Grid (blocks, tiles of columns), where no tile lies in two layers of the part: their
+    outputs are `first_outputs`, `second_outputs` and the others."""
     entry = blocks + tl.program_id(0) * 3
     adapter = tl.load(entry).to(tl.int64)
     first = tl.load(entry + 1).to(tl.int64)
@@ -118,7 +123,6 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     if adapter < 0:
         return
     rank = tl.load(ranks + adapter)
-    scale = tl.load(scales + adapter)
     address = tl.load(addresses + (adapter * parts + part) * 2 + 1)
     if address == 0:
         return
@@ -137,7 +141,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
                 tile -= tl.cdiv(second_outputs, COLUMNS)
                 before += second_outputs
                 size = outputs - before
-    dtype = like.dtype.element_ty
+    dtype = low.dtype.element_ty
     up = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
     i = tl.arange(0, ROWS)
     o = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -150,7 +154,8 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         r = start + tl.arange(0, RANKS)
         factor = up + column[:, None] * rank + r[None, :]
         weight = tl.load(factor, mask=(o < size)[:, None] & (r < rank)[None, :], other=0.0)
-        own = _low(low, first, i, count, rows, layer, start, rank, scale, dtype, LAYERS, MOST_RANK, RANKS, SLICES)
+        spot_low = low + ((first + i) * LAYERS + layer)[:, None] * MOST_RANK + r[None, :]
+        own = tl.load(spot_low, mask=(i < count)[:, None] & (r < rank)[None, :], other=0.0)
         total = tl.dot(own, tl.trans(weight), total, input_precision=PRECISION)
     tl.store(spot, (held + total).to(y.dtype.element_ty), mask=mask)
 
@@ -163,13 +168,10 @@ def adapted_gate_kernel(  # type: ignore[no-untyped-def]
     blocks,
     addresses,
     ranks,
-    scales,
     part,
     parts,
-    rows,
     inner,
     MOST_RANK: tl.constexpr,
-    SLICES: tl.constexpr,
     ROWS: tl.constexpr,
     RANKS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -192,11 +194,9 @@ def adapted_gate_kernel(  # type: ignore[no-untyped-def]
     gate = tl.load(spot, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(spot + inner, mask=mask, other=0.0).to(tl.float32)
     rank = 0
-    scale = 0.0
     address = adapter * 0
     if adapter >= 0:
         rank = tl.load(ranks + adapter)
-        scale = tl.load(scales + adapter)
         address = tl.load(addresses + (adapter * parts + part) * 2 + 1)
     if address != 0:
         factors = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
@@ -207,10 +207,12 @@ def adapted_gate_kernel(  # type: ignore[no-untyped-def]
             where = factors + o.to(tl.int64)[:, None] * rank + r[None, :]
             real = inside[:, None] & (r < rank)[None, :]
             weight = tl.load(where, mask=real, other=0.0)
-            own = _low(low, first, i, count, rows, 0, start, rank, scale, dtype, 2, MOST_RANK, RANKS, SLICES)
+            spot_low = low + ((first + i) * 2)[:, None] * MOST_RANK + r[None, :]
+            mask_low = (i < count)[:, None] & (r < rank)[None, :]
+            own = tl.load(spot_low, mask=mask_low, other=0.0)
             more_gate = tl.dot(own, tl.trans(weight), more_gate, input_precision=PRECISION)
             weight = tl.load(where + inner.to(tl.int64) * rank, mask=real, other=0.0)
-            own = _low(low, first, i, count, rows, 1, start, rank, scale, dtype, 2, MOST_RANK, RANKS, SLICES)
+            own = tl.load(spot_low + MOST_RANK, mask=mask_low, other=0.0)
             more_up = tl.dot(own, tl.trans(weight), more_up, input_precision=PRECISION)
         gate = (gate + more_gate).to(dtype).to(tl.float32)
         up = (up + more_up).to(dtype).to(tl.float32)

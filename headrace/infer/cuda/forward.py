@@ -94,7 +94,7 @@ def hidden(
         else:
             torch.addmm(layer.qkv_bias, workspace.normed, layer.qkv.t(), out=workspace.qkv)
         if adapted is not None:
-            adapted.expand(part + QKV, workspace.qkv, heads, workspace.normed)
+            adapted.expand(part + QKV, workspace.qkv, heads)
         attend(number)
         last = number + 1 == len(weights.layers)
         if last and only_cache:
@@ -107,7 +107,7 @@ def hidden(
         if adapted is None:
             gate(workspace)
         else:
-            adapted.gate(part + GATE_UP, workspace.inner, workspace.both, workspace.normed)
+            adapted.gate(part + GATE_UP, workspace.inner, workspace.both)
         _add_product(workspace, workspace.inner, layer.down, adapted, part + DOWN)
         if last:
             norm(weights, workspace, workspace.last, weights.norm)
@@ -121,7 +121,7 @@ def _add_product(workspace: Workspace, x: Tensor, weight: Tensor, adapted: Adapt
         adapted.shrink(part, x)
     addmm_fp32(workspace.stream, x, weight, out=workspace.stream)
     if adapted is not None:
-        adapted.expand(part, workspace.stream, (workspace.stream.shape[1],), x)
+        adapted.expand(part, workspace.stream, (workspace.stream.shape[1],))
 
 
 def norm(

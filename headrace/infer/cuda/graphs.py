@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from headrace.infer.cuda import forward, sampling_kernels
-from headrace.infer.cuda.adapter_factors import AdaptedRows, AdapterFactors, low_size
+from headrace.infer.cuda.adapter_factors import AdaptedRows, AdapterFactors, LowBuffers
 from headrace.infer.cuda.forward import DecodeAttention, TokenIndex, Workspace
 from headrace.infer.cuda.layer_weights import DenseWeights
 from headrace.infer.cuda.tiling import (
@@ -93,7 +93,7 @@ class GraphDecoder:
         self._room = 0  # for blocks of adapters; 0 when all rows use the base alone
         self._layout: tuple[int, int] | None = None  # of the adapters that graphs were captured for
         self._adapter_blocks = torch.zeros((self._max_num_seqs, 3), dtype=torch.int32, device=device)
-        self._low = torch.zeros(0, device=device)
+        self._low: LowBuffers | None = None
         self._beside = torch.cuda.Stream(device) if pinned and adapters is not None else None  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
@@ -148,14 +148,9 @@ class GraphDecoder:
         adapted = None
         if self._adapters is not None and adapters is not None and any(adapters):
             runs = [(self._adapters.slot_of(key), chunk.length) for key, chunk in zip(adapters, chunks, strict=True)]
-            low = low_size(self._weights.shape, self._adapters.most_rank, rows, decoding=False)
-            adapted = AdaptedRows(
-                self._adapters,
-                torch.from_numpy(adapter_blocks(runs, PROMPT_BLOCK)).to(device),
-                rows,
-                PROMPT_BLOCK,
-                torch.empty(low, dtype=torch.float32, device=device),
-            )
+            parts = torch.from_numpy(adapter_blocks(runs, PROMPT_BLOCK)).to(device)
+            buffers = LowBuffers.make(self._adapters, rows, len(parts))
+            adapted = AdaptedRows(self._adapters, parts, rows, PROMPT_BLOCK, buffers)
         forward.hidden(self._weights, tokens_T, workspace, attend, only_cache=True, adapted=adapted)
 
     # --- decoding ---
@@ -233,8 +228,7 @@ class GraphDecoder:
         if self._layout != self._adapters.layout:
             self._layout = self._adapters.layout
             self._drop_graphs({graph for graph in self._graphs if graph[1]})
-            size = low_size(self._weights.shape, self._adapters.most_rank, self._max_num_seqs, decoding=True)
-            self._low = torch.zeros(size, dtype=torch.float32, device=self._storage.device)
+            self._low = LowBuffers.make(self._adapters, self._max_num_seqs, self._max_num_seqs)
         blocks = adapter_blocks([(self._adapters.slot_of(key), 1) for key in keys], DECODE_BLOCK)
         self._room = room_for_blocks(self._bucket, len(blocks))
         padded = np.full((self._room, 3), (-1, 0, 0), dtype=np.int32)
@@ -268,6 +262,7 @@ class GraphDecoder:
         adapted = None
         if room:
             assert self._adapters is not None
+            assert self._low is not None
             blocks = self._adapter_blocks[:room]
             adapted = AdaptedRows(self._adapters, blocks, bucket, DECODE_BLOCK, self._low, self._beside)
         shape, workspace = self._weights.shape, self._workspace.first(bucket)
@@ -286,7 +281,7 @@ class GraphDecoder:
             adapted.shrink(adapted.factors.head, workspace.last)
         head.logits(workspace.last, self._weights.head, out=logits)
         if adapted is not None:
-            adapted.expand(adapted.factors.head, logits, (shape.V,), workspace.last)
+            adapted.expand(adapted.factors.head, logits, (shape.V,))
         blocks = triton.cdiv(shape.V, BLOCK)
         partials = (self._blocks[0], self._blocks[1], self._blocks[2], self._blocks[3].view(torch.int32))
         sampling_kernels.block_kernel[(bucket, blocks)](

@@ -12,7 +12,8 @@ BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # and multiples of 64 ab
 PROMPT_ROWS = 64  # query tokens of one program
 FULL = 528  # programs that keep all processors of a large card busy
 MOST_SPLITS = 16
-DECODE_BLOCK, PROMPT_BLOCK = 16, 64  # neighbouring rows of one adapter that a program multiplies together
+ROOMS = (8, 20, 72)  # blocks of adapters
+DECODE_BLOCK, PROMPT_BLOCK = 32, 64  # neighbouring rows of one adapter that a program multiplies together
 
 
 def bucket_for(rows: int) -> int:
@@ -55,7 +56,6 @@ def adapter_blocks(runs: Iterable[tuple[int, int]], rows_of_block: int) -> npt.N
 
 
 def room_for_blocks(rows: int, blocks: int) -> int:
-    """Return for how many blocks of adapters a graph of `rows` rows is captured: two sizes, because programs without a
-    block take time too. The smaller is enough for one adapter, and for sixteen beside the base model."""
-    few = min(rows, rows // DECODE_BLOCK + 17)
-    return few if blocks <= few else rows
+    """Return for how many blocks of adapters a graph of `rows` rows is captured: few sizes, because each is a graph,
+    and not the largest for all, because programs without a block take time too."""
+    return min(rows, next((room for room in ROOMS if blocks <= room), rows))
