@@ -103,7 +103,11 @@ def _upload(images: Sequence[ModelImage], device: torch.device) -> Tensor:
 def _encode_qwen(base: Any, pixels: Tensor, images: Sequence[ModelImage]) -> list[ImageFeatures]:
     grids = torch.tensor([image.grid for image in images], device=pixels.device)
     out = base.get_image_features(pixels, grids, return_dict=True)
-    deep = getattr(out, "deepstack_features", None) or ()
+    sizes = [len(embeddings) for embeddings in out.pooler_output]
+    deep = [
+        torch.split(layer, sizes) if isinstance(layer, Tensor) else layer  # older versions of transformers join them
+        for layer in getattr(out, "deepstack_features", None) or ()
+    ]
     return [
         ImageFeatures(embeddings, tuple(layer[index] for layer in deep))
         for index, embeddings in enumerate(out.pooler_output)
