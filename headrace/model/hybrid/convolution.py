@@ -9,12 +9,19 @@ Shape letters: T tokens, D channels, K taps, R runs.
 import torch
 from torch import Tensor
 
+from headrace.model import cuda
 from headrace.model.attention import Packed
-from headrace.model.hybrid.layout import SlotRuns, packed_taps, slot_taps
+from headrace.model.hybrid.layout import SlotRuns, packed_taps, slot_taps, tap_uses
 
 
 def convolve_packed(x_TD: Tensor, weight_DK: Tensor, bias_D: Tensor | None, context: Packed) -> Tensor:
     """Convolve packed sequences, each after what its parent has, differentiable."""
+    if x_TD.is_cuda and cuda.available():
+        from headrace.model.cuda import convolution  # needs Triton
+
+        taps = weight_DK.shape[1]
+        rows_TK, uses = packed_taps(context, taps, x_TD.device), tap_uses(context, taps, x_TD.device)
+        return convolution.convolve_packed(x_TD, weight_DK, bias_D, rows_TK, uses)
     inputs = torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])
     return _weigh_taps(inputs, packed_taps(context, weight_DK.shape[1], x_TD.device), weight_DK, bias_D)
 
@@ -23,6 +30,10 @@ def convolve_slots(
     x_TD: Tensor, weight_DK: Tensor, bias_D: Tensor | None, states_BKD: Tensor, runs: SlotRuns
 ) -> Tensor:
     """Convolve the rows of an engine's step after the last K - 1 inputs of their slots, which become the newest."""
+    if x_TD.is_cuda and cuda.available():
+        from headrace.model.cuda import convolution  # needs Triton
+
+        return convolution.convolve_slots(x_TD, weight_DK, bias_D, states_BKD, runs)
     rows_TK, kept_RK = slot_taps(runs, weight_DK.shape[1])
     before = states_BKD[runs.slots_R].to(x_TD.dtype)
     inputs = torch.cat([before.flatten(0, 1), x_TD, x_TD.new_zeros(1, x_TD.shape[1])])

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.model import cuda
 from headrace.model.hybrid.layout import ChunkLayout, SlotRuns, spread_over_chunks
 
 EPS = 1e-6  # of the length of queries and keys
@@ -34,8 +35,8 @@ def unit_length(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + EPS)
 
 
-def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout) -> Tensor:
-    """Compute y [T, H, V] of packed sequences, differentiable."""
+def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout, *, kernels: bool = False) -> Tensor:
+    """Compute y [T, H, V] of packed sequences, differentiable; with kernels, whose products have 11 bits, on CUDA."""
     query, key, value, decay, beta = (
         spread_over_chunks(x, layout)
         for x in (inputs.query_THK, inputs.key_THK, inputs.value_THV, inputs.decay_TH, inputs.beta_TH)
@@ -46,11 +47,21 @@ def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout) -> Tensor:
     weighted = key * beta[..., None]
     system = (weighted @ key.transpose(-1, -2)) * between
     sides = torch.cat([value * beta[..., None], weighted * total.exp()[..., None]], dim=-1)
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    kernels = kernels and _kernels_apply(key.shape[-1], value.shape[-1], layout.size)
+    solved = (
+        _inverse(system) @ sides
+        if kernels
+        else torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    )
     own, reads = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
     within = (query @ key.transpose(-1, -2)) * between
     from_state = query * total.exp()[..., None]
     to_state = (key * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)
+    if kernels:
+        from headrace.model.cuda.delta_kernels import chain_states  # needs Triton
+
+        states, new = chain_states(own, reads, to_state.transpose(-1, -2), total[..., -1].exp(), layout.chains)
+        return _gathered(from_state @ states + within @ new, layout)
     chunk_decay = total[..., -1].exp()[..., None, None]
     outputs = []
     state: Tensor | None = None
@@ -66,12 +77,32 @@ def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout) -> Tensor:
         new = own_ - reads_ @ state
         outputs.append(from_state_ @ state + within_ @ new)
         state = state * decay_ + to_state_ @ new
-    out_NHCV = torch.cat(outputs)
+    return _gathered(torch.cat(outputs), layout)
+
+
+def _gathered(out_NHCV: Tensor, layout: ChunkLayout) -> Tensor:
     return out_NHCV.transpose(1, 2).flatten(0, 1).index_select(0, layout.places_T)
+
+
+def _kernels_apply(keys: int, values: int, size: int) -> bool:
+    from headrace.model.cuda.delta_kernels import supports  # needs Triton
+
+    return supports(keys, values, size)
+
+
+def _inverse(system_NHCC: Tensor) -> Tensor:
+    from headrace.model.cuda.delta_kernels import unit_inverse  # needs Triton
+
+    return unit_inverse(system_NHCC)
 
 
 def delta_rule_slots(inputs: DeltaInputs, states_BHKV: Tensor, runs: SlotRuns) -> Tensor:
     """Compute y [T, H, V] of an engine's step, and write the states of its slots. Rows outside of runs get zeros."""
+    if states_BHKV.is_cuda and cuda.available():
+        from headrace.model.cuda import delta_kernels  # needs Triton
+
+        parts = (inputs.query_THK, inputs.key_THK, inputs.value_THV, inputs.decay_TH, inputs.beta_TH)
+        return delta_kernels.follow_slots(*parts, states_BHKV, runs)
     out_THV = torch.zeros_like(inputs.value_THV)
     states = states_BHKV[runs.slots_R]
     decay = inputs.decay_TH.exp()

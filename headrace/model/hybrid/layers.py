@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from headrace.model import cuda
 from headrace.model.attention import Cached, Context
 from headrace.model.hybrid.convolution import convolve_packed, convolve_slots
 from headrace.model.hybrid.delta_rule import DeltaInputs, delta_rule_packed, delta_rule_slots, unit_length
@@ -77,9 +79,17 @@ def _delta_net_forward(net: Any, hidden_states: Tensor, attention: Context | Non
         mixed_TD = convolve_slots(qkv_TD, weight_DK, net.conv1d.bias, convolution, runs)
         out_THV = delta_rule_slots(_delta_inputs(net, F.silu(mixed_TD), b_TH, a_TH, wide), recurrence, runs)
     else:
-        mixed_TD = convolve_packed(qkv_TD, weight_DK, net.conv1d.bias, attention)
-        inputs = _delta_inputs(net, F.silu(mixed_TD), b_TH, a_TH, wide)
-        out_THV = delta_rule_packed(inputs, chunk_layout(attention, hidden_states.device))
+        kernels = hidden_states.is_cuda and hidden_states.dtype != wide and cuda.available()
+
+        def mix(qkv_TD: Tensor, b_TH: Tensor, a_TH: Tensor) -> Tensor:
+            mixed_TD = convolve_packed(qkv_TD, weight_DK, net.conv1d.bias, attention)
+            inputs = _delta_inputs(net, F.silu(mixed_TD), b_TH, a_TH, wide)
+            return delta_rule_packed(inputs, chunk_layout(attention, qkv_TD.device), kernels=kernels)
+
+        if kernels and torch.is_grad_enabled():  # states and float32 inputs of every layer would fill the device
+            out_THV = checkpoint(mix, qkv_TD, b_TH, a_TH, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out_THV = mix(qkv_TD, b_TH, a_TH)
     normed_THV = _gated_norm(net.norm, out_THV.to(hidden_states.dtype), gate_THV, wide)
     return net.out_proj(normed_THV.flatten(1)[None])  # type: ignore[no-any-return]
 

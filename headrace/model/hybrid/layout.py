@@ -6,9 +6,10 @@ or the last chunk of the segment's parent. All chunks at one depth of these chai
 Shape letters: T tokens, N chunks, C places of a chunk, R runs, K taps of a convolution.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -29,6 +30,20 @@ def _place(device: torch.device) -> tuple[torch.device, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Chains:
+    """The chunks of each segment in their order, for kernels that follow them; all tensors are on the device."""
+
+    segments: int  # S
+    ids_N: Tensor  # the chunks of the first segment, then of the second...
+    begins_S: Tensor  # place of a segment's first among them
+    counts_S: Tensor
+    parents_S: Tensor  # -1 where there is none
+    child_ends_S: Tensor  # the children of segment s are children[child_ends[s] : child_ends[s + 1]]
+    children: Tensor
+    levels: tuple[Tensor, ...]  # the segments without a parent, then those behind these...
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkLayout:
     """Places every token of packed segments in a chunk; chunks are sorted by depth."""
 
@@ -36,6 +51,7 @@ class ChunkLayout:
     places_T: Tensor  # of token t among N * C places
     depths: tuple[int, ...]  # how many chunks each depth has
     predecessors: tuple[Tensor, ...]  # for each depth after the first: the chunk's predecessor among those before it
+    chains: Chains
 
     @property
     def chunks(self) -> int:
@@ -51,6 +67,8 @@ def chunk_layout(context: Packed, device: torch.device = CPU) -> ChunkLayout:
 @torch.inference_mode(False)
 def _chunk_layout(lengths: tuple[int, ...], parents: Parents, place: tuple[torch.device, int]) -> ChunkLayout:
     size = min(CHUNK, -(-max(lengths) // SMALL) * SMALL)
+    if place[0].type == "cuda":
+        size = 1 << (size - 1).bit_length()  # kernels want powers of two
     chunks_at: list[list[tuple[int, int]]] = []  # of each depth: segment, and the chunk's number in it
     firsts, numbers = list[int](), list[int]()  # of each segment: depth of its first chunk, number of chunks
     for segment, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
@@ -81,7 +99,31 @@ def _chunk_layout(lengths: tuple[int, ...], parents: Parents, place: tuple[torch
             start = index[segment, number] * size
             places.append(torch.arange(start, start + min(size, length - number * size)))
     places_T = to_device(torch.cat(places), place[0])
-    return ChunkLayout(size, places_T, tuple(len(level) for level in chunks_at), tuple(predecessors))
+    ids = [[index[segment, number] for number in range(numbers[segment])] for segment in range(len(lengths))]
+    chains = _chains(ids, parents, place[0])
+    return ChunkLayout(size, places_T, tuple(len(level) for level in chunks_at), tuple(predecessors), chains)
+
+
+def _chains(ids: Sequence[Sequence[int]], parents: Parents, device: torch.device) -> Chains:
+    segments = range(len(parents))
+    children = [[child for child in segments if parents[child] == segment] for segment in segments]
+    levels = [[segment for segment in segments if parents[segment] is None]]
+    while below := [child for segment in levels[-1] for child in children[segment]]:
+        levels.append(below)
+
+    def on_device(numbers: Iterable[int]) -> Tensor:
+        return to_device(torch.tensor(list(numbers), dtype=torch.int32), device)
+
+    return Chains(
+        segments=len(parents),
+        ids_N=on_device(chain.from_iterable(ids)),
+        begins_S=on_device(accumulate((len(part) for part in ids[:-1]), initial=0)),
+        counts_S=on_device(map(len, ids)),
+        parents_S=on_device(-1 if parent is None else parent for parent in parents),
+        child_ends_S=on_device(accumulate(map(len, children), initial=0)),
+        children=on_device(chain.from_iterable(children)),
+        levels=tuple(map(on_device, levels)),
+    )
 
 
 def spread_over_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
@@ -105,12 +147,36 @@ def _packed_taps(lengths: tuple[int, ...], parents: Parents, taps: int, place: t
     start = 0
     for length, parent in zip(lengths, parents, strict=True):
         before = [total] * (taps - 1) if parent is None else tails[parent]
-        chain = [*before, *range(start, start + length)]
+        chained = [*before, *range(start, start + length)]
         for offset in range(min(length, taps - 1)):
-            rows_TK[start + offset] = torch.tensor(chain[offset : offset + taps])
-        tails.append(chain[len(chain) - (taps - 1) :])
+            rows_TK[start + offset] = torch.tensor(chained[offset : offset + taps])
+        tails.append(chained[len(chained) - (taps - 1) :])
         start += length
     return to_device(rows_TK, place[0])
+
+
+@dataclass(frozen=True, slots=True)
+class TapUses:
+    """The places t K + k of each token among the taps: places[ends[t] : ends[t + 1]]."""
+
+    places: Tensor
+    ends_T: Tensor
+
+
+def tap_uses(context: Packed, taps: int, device: torch.device = CPU) -> TapUses:
+    """Return where each token is seen by a convolution of that many taps."""
+    return _tap_uses(context.lengths, context.parents or (None,) * len(context.lengths), taps, _place(device))
+
+
+@lru_cache(maxsize=8)
+@torch.inference_mode(False)
+def _tap_uses(lengths: tuple[int, ...], parents: Parents, taps: int, place: tuple[torch.device, int]) -> TapUses:
+    rows_N = _packed_taps(lengths, parents, taps, (CPU, 0)).flatten()
+    total = sum(lengths)
+    counts = torch.bincount(rows_N, minlength=total)[:total]
+    ends = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    places = torch.argsort(rows_N, stable=True)[: int(ends[-1])]  # those that see nothing have the last number
+    return TapUses(to_device(places.int(), place[0]), to_device(ends.int(), place[0]))
 
 
 # --- slots -----------------------------------------------------------------------------------------------------------
@@ -128,6 +194,7 @@ class SlotRuns:
     lengths: tuple[int, ...]
     rows: int  # of the step, with those that continue nothing
     begins: tuple[int, ...]  # `starts_R`, for the host
+    lengths_R: Tensor | None = None  # int32, for kernels
 
 
 def slot_runs(context: Cached, rows: int) -> SlotRuns:
@@ -158,6 +225,7 @@ def _slot_runs(runs: tuple[tuple[int, int, int], ...], rows: int, place: tuple[t
         lengths=tuple(lengths.tolist()),
         rows=rows,
         begins=tuple(starts.tolist()),
+        lengths_R=to_device(lengths.int(), place[0]),
     )
 
 
@@ -179,10 +247,10 @@ def _slot_taps(
     rows_TK = torch.full((rows, taps), first + rows)
     states: list[Sequence[int]] = []
     for run, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        chain = torch.cat(
+        chained = torch.cat(
             [torch.arange(run * before, (run + 1) * before), torch.arange(first + start, first + start + length)]
         )
-        rows_TK[start : start + length] = chain.unfold(0, taps, 1)
-        states.append(chain[len(chain) - before :].tolist())
+        rows_TK[start : start + length] = chained.unfold(0, taps, 1)
+        states.append(chained[len(chained) - before :].tolist())
     kept_RK = torch.tensor(states, dtype=torch.long).view(len(starts), before)
     return to_device(rows_TK, place[0]), to_device(kept_RK, place[0])

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.model import cuda
 from headrace.model.hybrid.layout import ChunkLayout, SlotRuns, spread_over_chunks
 
 
@@ -58,6 +59,14 @@ def scan_packed(inputs: ScanInputs, layout: ChunkLayout) -> Tensor:
 
 def scan_slots(inputs: ScanInputs, states_BHKV: Tensor, runs: SlotRuns) -> Tensor:
     """Compute y [T, H, V] of an engine's step, and write the states of its slots. Rows outside of runs get zeros."""
+    if states_BHKV.is_cuda and cuda.available():
+        from headrace.model.cuda import delta_kernels  # needs Triton
+
+        groups = inputs.key_TGK.shape[1]
+        query, key = (
+            x.repeat_interleave(states_BHKV.shape[1] // groups, dim=1) for x in (inputs.query_TGK, inputs.key_TGK)
+        )
+        return delta_kernels.follow_slots(query, key, inputs.value_THV, inputs.decay_TH, None, states_BHKV, runs)
     out_THV = torch.zeros_like(inputs.value_THV)
     states = states_BHKV[runs.slots_R]
     heads = states.shape[1] // inputs.key_TGK.shape[1]
