@@ -9,12 +9,14 @@ It never restarts under a debugger, profiler or test runner, on import, without 
 GLIBC_TUNABLES, or with HEADRACE_HUGE_PAGES=0 in the environment.
 """
 
+import contextlib
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 
 from headrace.process.early_interrupt import end_at_once
+from headrace.process.last_threads import leaving_threads
 
 VARIABLE = "GLIBC_TUNABLES"
 AGAIN = "HEADRACE_STARTED_AGAIN"  # set in the restarted process
@@ -55,7 +57,8 @@ def main() -> None:
             hold_interrupts(False)
     from headrace.cli import main as run
 
-    run()  # where a command begins, Ctrl-C raises again
+    with contextlib.nullcontext() if is_watched(os.environ) else leaving_threads():
+        run()  # where a command begins, Ctrl-C raises again
 
 
 def hold_interrupts(hold: bool) -> None:

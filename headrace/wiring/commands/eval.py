@@ -17,6 +17,7 @@ from headrace.loops.evaluate import evaluate as evaluate_tasks
 from headrace.metrics import metric_values
 from headrace.model.compute_thread import ComputeThread
 from headrace.model.load import no_progress_bars
+from headrace.process.thread_pool import start_pool
 from headrace.process.watchdog import Watchdog, watching_thread
 from headrace.protocols import Env
 from headrace.render import Renderer
@@ -105,6 +106,7 @@ async def _evaluate(
         ExitStack() as starting,
     ):
         starting.enter_context(watching_thread("the start of the evaluation", loads=True))
+        await start_pool()
         return await _play(config, wrap_env, starting)
 
 
