@@ -36,7 +36,7 @@ from headrace.model.cpu.float64 import keep_float64
 from headrace.model.cpu.layers import patch_cpu_layers
 from headrace.model.cpu.packed_linear import pack_linears
 from headrace.model.cuda.compile import COMPILED, layer_forward
-from headrace.model.cuda.recompute import keep_attention
+from headrace.model.cuda.recompute import RECOMPUTING, keep_attention
 from headrace.model.experts import prepare_experts, routed, stack_experts, stacked_names
 from headrace.model.folder_check import check_model_folder
 from headrace.model.head import LogitRule
@@ -594,6 +594,7 @@ def _recomputed(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(layer, *args, **kwargs)
     context = copy_context()  # the backward pass may run on another thread, where no adapter is chosen
+    context.run(RECOMPUTING.set, True)
     on_cuda = next(layer.parameters()).is_cuda and not getattr(layer, COMPILED, False)
     return checkpoint(
         lambda *inner, **named: context.run(forward, layer, *inner, **named),

@@ -10,6 +10,7 @@
 - `softmax.py` turns a chunk of logits into probabilities in place, for the log-prob head.
 - `gather.py` copies shared keys and values for each segment that sees them, and adds their gradients.
 - `reductions.py` adds up over tokens in a fixed order.
+- `deferred.py` keeps how operands of adapters are computed, in place of the operands.
 - `recompute.py` recomputes layers without their attention.
 - `compile.py` compiles decoder layers with torch.compile.
 - `determinism.py` switches CUDA to deterministic kernels.

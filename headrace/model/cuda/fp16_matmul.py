@@ -18,6 +18,7 @@ Shape letters: T tokens, D width (of a head where there are heads), H heads, N o
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from headrace.model.attention import Packed, by_parts, make_packed, packed_keys
 from headrace.model.cpu.packed_linear import PackedLinear
 from headrace.model.cuda import cudnn_attention
 from headrace.model.cuda.compile import FUSED
-from headrace.model.lora import LoraLinear
+from headrace.model.lora import ADAPTER, LoraLinear
 from headrace.model.multi_lora import adapters_in_use, is_adapter_hook, row_update
 from headrace.model.supported import decoder_layers
 
@@ -65,10 +66,21 @@ def cache_dtype(model: Any, dtype: torch.dtype) -> torch.dtype:
 
 
 def needs_bf16_copy(layer: Any) -> bool:
-    """Tell whether operands need a bfloat16 copy: for gradients, and for adapters, whose products are bfloat16."""
-    if torch.is_grad_enabled() or adapters_in_use():
+    """Tell whether operands need a bfloat16 copy: for gradients of weights, or `adapters_need_bf16`."""
+    if adapters_need_bf16(layer):
         return True
-    return any(isinstance(linear, LoraLinear) for linear in _linears(layer))
+    return torch.is_grad_enabled() and any(_weight(linear).requires_grad for linear in _linears(layer))
+
+
+def adapters_need_bf16(layer: Any) -> bool:
+    """Tell whether tokens have different adapters, whose products are bfloat16; one adapter's are float16 here."""
+    one = isinstance(ADAPTER.get(), int | None)
+    return adapters_in_use() or (not one and any(isinstance(linear, LoraLinear) for linear in _linears(layer)))
+
+
+def _weight(linear: Any) -> Tensor:
+    weight: Tensor = linear.base.weight if isinstance(linear, LoraLinear) else linear.weight
+    return weight
 
 
 def _linears(layer: Any) -> tuple[nn.Module, ...]:
@@ -96,18 +108,19 @@ def _is_plain(linear: nn.Module) -> bool:
 
 def linears_fp16(x: Fp16Operand, modules: Sequence[Any]) -> tuple[Tensor, ...]:
     """Compute linear(x) for each module, bit-cast."""
-    parts = [_weight_bias_update(x, module) for module in modules]
-    flat = [part[kind] for kind in range(3) for part in parts]
-    results: tuple[Tensor, ...] = _Linears.apply(*x, len(parts), *flat)  # type: ignore[no-untyped-call]
+    parts = [_parts(x, module) for module in modules]
+    flat = [getattr(part, name) for name in ("weight", "bias", "update", "down", "up") for part in parts]
+    scales = tuple(part.scale for part in parts)
+    results: tuple[Tensor, ...] = _Linears.apply(*x, scales, *flat)  # type: ignore[no-untyped-call]
     return results
 
 
 def add_linear(stream: Tensor, x: Fp16Operand, module: Any) -> Tensor:
     """Compute stream + linear(x) in float32."""
-    weight, bias, update = _weight_bias_update(x, module)
-    for term in (bias, update):
+    part = _parts(x, module)
+    for term in (part.bias, part.update):
         stream = stream if term is None else stream + term
-    result: Tensor = _AddLinear.apply(stream, *x, weight)  # type: ignore[no-untyped-call]
+    result: Tensor = _AddLinear.apply(stream, *x, part.weight, part.down, part.up, part.scale)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -152,36 +165,65 @@ def add_gradients(grad: Tensor | None, grad_copy: Tensor | None) -> Tensor | Non
     return grad + grad_copy
 
 
-def _weight_bias_update(x: Fp16Operand, module: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the weight, the bias, and the update that an adapter adds."""
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a linear layer adds up: W x + bias + scale B (A x), or an update that was computed elsewhere."""
+
+    weight: Tensor
+    bias: Tensor | None
+    update: Tensor | None = None
+    down: Tensor | None = None  # A [R, D]
+    up: Tensor | None = None  # B [N, R]
+    scale: float = 1.0
+
+
+def _parts(x: Fp16Operand, module: Any) -> _Parts:
     if not isinstance(module, LoraLinear):
-        return module.weight, module.bias, None if x[1] is None else row_update(module, x[1])
+        return _Parts(module.weight, module.bias, None if x[1] is None else row_update(module, x[1]))
+    weight, bias, slot = module.base.weight, module.base.bias, ADAPTER.get()
+    if slot is None:
+        return _Parts(weight, bias)
+    if isinstance(slot, int):
+        return _Parts(weight, bias, down=module.down[slot], up=module.up[slot], scale=module.scale)
     assert x[1] is not None
-    return module.base.weight, module.base.bias, module.update(x[1])
+    return _Parts(weight, bias, module.update(x[1]))
 
 
 class _Linears(torch.autograd.Function):
-    """Maps (x, its bfloat16 copy, n, n weights, n biases, n updates) to n products."""
+    """Maps (x, its bfloat16 copy, n scales, n weights, n biases, n updates, n A, n B) to n products.
+
+    Nothing is computed, or kept, for weights that are frozen. All A x are one product.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, x_copy: Tensor | None, count: int, *parts: Tensor | None) -> Any:
-        x_TD, shape = view_as_fp16(x).flatten(0, -2), x.shape[:-1]
+    def forward(ctx: Any, x: Tensor, x_copy: Tensor | None, scales: tuple[float, ...], *parts: Tensor | None) -> Any:
+        count, shape, x_TD = len(scales), x.shape[:-1], view_as_fp16(x).flatten(0, -2)
+        weights, biases, updates, downs, ups = (parts[start * count : (start + 1) * count] for start in range(5))
+        lows = _lows(x_TD, downs)
         products = []
-        for weight, bias, update in zip(parts[:count], parts[count : 2 * count], parts[2 * count :], strict=True):
+        for weight, bias, update, low, up, scale in zip(weights, biases, updates, lows, ups, scales, strict=True):
             assert weight is not None
             weight_DN = _cast(weight, FP16).t()
             out = x_TD @ weight_DN if bias is None else torch.addmm(bias.to(FP16), x_TD, weight_DN)
+            if low is not None and up is not None:
+                out.addmm_(low, _cast(up, FP16).t(), alpha=scale)
             out = out.view(*shape, -1)
             products.append(view_as_bf16(out if update is None else (out + update).to(FP16)))
-        ctx.save_for_backward(x_copy, *parts[:count])
+        needed = ctx.needs_input_grad[3 : 3 + count]
+        adapted = any(down is not None for down in downs)
+        kept = x_copy if x_copy is not None else x if any(needed) or adapted else None
+        ctx.bitcast, ctx.count, ctx.scales, ctx.shape = kept is x, count, scales, x.shape
+        ctx.save_for_backward(kept if any(needed) or adapted else None, *weights, *downs, *ups, *lows)
         ctx.set_materialize_grads(False)
         return tuple(products)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        x_copy, *weights = ctx.saved_tensors
-        count, needed = len(weights), ctx.needs_input_grad
+        kept, *saved = ctx.saved_tensors
+        count, needed = ctx.count, ctx.needs_input_grad
+        weights, downs, ups, lows = (saved[start * count : (start + 1) * count] for start in range(4))
         flat = [None if grad is None else grad.flatten(0, -2) for grad in grads]
+        x_copy = _cast(view_as_fp16(kept), BF16) if ctx.bitcast and kept is not None else kept
         grad_x: Tensor | None = None
         for grad_TN, weight_ND in zip(flat, weights, strict=True):
             if needed[0] and grad_TN is not None:
@@ -194,29 +236,80 @@ class _Linears(torch.autograd.Function):
             _column_sums(grad_TN) if needed[3 + count + i] and grad_TN is not None else None
             for i, grad_TN in enumerate(flat)
         ]
-        grad_x = None if grad_x is None else grad_x.view(*x_copy.shape)
         of_updates = [grad if needed[3 + 2 * count + i] else None for i, grad in enumerate(grads)]
-        return grad_x, None, None, *of_weights, *of_biases, *of_updates
+        of_downs, of_ups = [None] * count, [None] * count
+        adapted = [i for i, grad in enumerate(flat) if grad is not None and downs[i] is not None]
+        if adapted:
+            grad_x, of_downs, of_ups = _adapter_gradients(grad_x, x_copy, flat, downs, ups, lows, ctx.scales, adapted)
+        grad_x = None if grad_x is None else grad_x.view(*ctx.shape)
+        return grad_x, None, None, *of_weights, *of_biases, *of_updates, *of_downs, *of_ups
 
 
 class _AddLinear(torch.autograd.Function):
-    """Maps (stream, x, its bfloat16 copy, weight) to stream + x @ weight.T."""
+    """Maps (stream, x, its bfloat16 copy, weight, A, B, scale) to stream + x @ weight.T + scale (x @ A.T) @ B.T."""
 
     @staticmethod
-    def forward(ctx: Any, stream: Tensor, x: Tensor, x_copy: Tensor | None, weight_ND: Tensor) -> Tensor:
-        ctx.saved_bitcast = x_copy is None
-        ctx.save_for_backward(x if x_copy is None else x_copy, weight_ND)
+    def forward(
+        ctx: Any, stream: Tensor, x: Tensor, x_copy: Tensor | None, weight_ND: Tensor, down: Tensor | None,
+        up: Tensor | None, scale: float,
+    ) -> Tensor:  # fmt: skip
         x_TD = view_as_fp16(x).flatten(0, -2)
-        return addmm_fp32(stream.flatten(0, -2), x_TD, _cast(weight_ND, FP16)).view(stream.shape)
+        out = addmm_fp32(stream.flatten(0, -2), x_TD, _cast(weight_ND, FP16))
+        [low] = _lows(x_TD, [down])
+        if low is not None and up is not None:
+            out = addmm_fp32(out, low * scale, _cast(up, FP16), out=out)
+        kept = (x if x_copy is None else x_copy) if ctx.needs_input_grad[3] or down is not None else None
+        ctx.bitcast, ctx.scale, ctx.shape = x_copy is None, scale, x.shape
+        ctx.save_for_backward(kept, weight_ND, down, up, low)
+        return out.view(stream.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight_ND = ctx.saved_tensors
+        kept, weight_ND, down, up, low = ctx.saved_tensors
         grad_TN = grad.flatten(0, -2).to(BF16)
-        grad_x = (grad_TN @ weight_ND).view(x.shape) if ctx.needs_input_grad[1] else None
-        if not ctx.needs_input_grad[3]:
-            return grad, grad_x, None, None
-        return grad, grad_x, None, _weight_gradient(grad_TN, _cast(view_as_fp16(x), BF16) if ctx.saved_bitcast else x)
+        grad_x = grad_TN @ weight_ND if ctx.needs_input_grad[1] else None
+        x_copy = _cast(view_as_fp16(kept), BF16) if ctx.bitcast and kept is not None else kept
+        of_weight = _weight_gradient(grad_TN, x_copy) if ctx.needs_input_grad[3] else None
+        of_down = of_up = None
+        if down is not None:
+            grad_x, [of_down], [of_up] = _adapter_gradients(
+                grad_x, x_copy, [grad_TN], [down], [up], [low], [ctx.scale], [0]
+            )
+        return grad, None if grad_x is None else grad_x.view(ctx.shape), None, of_weight, of_down, of_up, None
+
+
+def _lows(x_TD: Tensor, downs: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Compute A x in float16 for each adapter, in one product."""
+    there = [down for down in downs if down is not None]
+    if not there:
+        return [None] * len(downs)
+    joined = x_TD @ _cast(there[0] if len(there) == 1 else torch.cat(there), FP16).t()
+    lows = iter(torch.split(joined, [len(down) for down in there], dim=1))
+    return [None if down is None else next(lows) for down in downs]
+
+
+def _adapter_gradients(
+    grad_x: Tensor | None,
+    x_copy: Tensor,
+    grads: Sequence[Any],
+    downs: Sequence[Any],
+    ups: Sequence[Any],
+    lows: Sequence[Any],
+    scales: Sequence[float],
+    adapted: Sequence[int],
+) -> tuple[Tensor | None, list[Any], list[Any]]:
+    """Add the adapters' part to the gradient of x, if that is wanted, and return those of A and B."""
+    of_downs: list[Any] = [None] * len(grads)
+    of_ups: list[Any] = [None] * len(grads)
+    scaled = [(grads[i] @ ups[i]) * scales[i] for i in adapted]
+    grad_low, joined = torch.cat(scaled, dim=1), torch.cat([downs[i] for i in adapted])
+    if grad_x is not None:
+        grad_x.addmm_(grad_low, joined)
+    sizes = [len(downs[i]) for i in adapted]
+    for i, gradient in zip(adapted, torch.split(_weight_gradient(grad_low, x_copy), sizes), strict=True):
+        of_downs[i] = gradient
+        of_ups[i] = (grads[i].t() @ lows[i].to(BF16)) * scales[i]
+    return grad_x, of_downs, of_ups
 
 
 class _Attention(torch.autograd.Function):

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from headrace.model.attention import Cached, Context, Packed, attend
 from headrace.model.cuda import fp16_matmul
 from headrace.model.cuda.compile import FUSED
+from headrace.model.cuda.deferred import DeferredOperands
+from headrace.model.cuda.recompute import RECOMPUTING
 from headrace.model.cuda.reductions import add_strips
 from headrace.model.cuda.tower import fuse_tower_module
-from headrace.model.lora import LoraLinear
-from headrace.model.multi_lora import adapters_in_use
 
 NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3VLTextRMSNorm", "SmolLM3RMSNorm")
 ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3VLTextAttention")
@@ -75,7 +75,11 @@ def _layer_forward(module: Any, hidden_states: Tensor, **options: Any) -> Tensor
     if not _applies(first.weight):
         return type(module).forward(module, hidden_states, **options)  # type: ignore[no-any-return]
     if _fp16_applies(module, options):
-        return _layer_fp16(module, hidden_states.float(), options["attention"], *options["position_embeddings"])
+        arguments = (hidden_states.float(), options["attention"], *options["position_embeddings"])
+        if not defers_operands(module):
+            return _layer_fp16(module, *arguments, deferred=None)
+        with DeferredOperands() as deferred:
+            return _layer_fp16(module, *arguments, deferred=deferred)
     stream, normed = add_norm(hidden_states.float(), None, first.weight, first.variance_epsilon)
     delta, _ = module.self_attn(hidden_states=normed, **options)
     stream, normed = add_norm(stream, delta, second.weight, second.variance_epsilon)
@@ -91,10 +95,18 @@ def _fp16_applies(module: Any, options: Any) -> bool:
     )
 
 
-def _layer_fp16(module: Any, stream: Tensor, context: Context, cos: Tensor, sin: Tensor) -> Tensor:
+def defers_operands(layer: Any) -> bool:
+    """Tell whether operands are computed again for the backward pass: of layers with adapters that are not computed
+    again as a whole, and whose own weights are frozen."""
+    return torch.is_grad_enabled() and not RECOMPUTING.get() and not fp16_matmul.needs_bf16_copy(layer)
+
+
+def _layer_fp16(
+    module: Any, stream: Tensor, context: Context, cos: Tensor, sin: Tensor, *, deferred: DeferredOperands | None
+) -> Tensor:
     first, second, attn, mlp = module.input_layernorm, module.post_attention_layernorm, module.self_attn, module.mlp
     bf16_copy = fp16_matmul.needs_bf16_copy(module)
-    stream, normed = norm_fp16(stream, first, bf16_copy=bf16_copy)
+    stream, normed = _norm_operand(stream, first, bf16_copy, deferred)
     query, key, value = (
         states.squeeze(0).unflatten(-1, (-1, attn.head_dim))  # type: ignore[no-untyped-call]
         for states in fp16_matmul.linears_fp16(normed, (attn.q_proj, attn.k_proj, attn.v_proj))
@@ -104,15 +116,29 @@ def _layer_fp16(module: Any, stream: Tensor, context: Context, cos: Tensor, sin:
         query, key = (norm_fp16(states, norm, bf16_copy=False)[1][0] for states, norm in pairs)
     query, key = (rotate(states, cos[0], sin[0], bitcast=True) for states in (query, key))
     if isinstance(context, Packed):
-        adapted = isinstance(attn.o_proj, LoraLinear) or adapters_in_use()
+        adapted = fp16_matmul.adapters_need_bf16(module)
         mixed = fp16_matmul.attention_fp16(query, key, value, context, attn.scaling, _window(attn), bf16_copy=adapted)
     else:
         mixed = _attend_cached(attn, query, key, value, context)
     flat = (mixed[0].flatten(-2)[None], None if mixed[1] is None else mixed[1].flatten(-2)[None])
     stream = fp16_matmul.add_linear(stream, flat, attn.o_proj)
-    stream, normed = norm_fp16(stream, second, bf16_copy=bf16_copy)
+    stream, normed = _norm_operand(stream, second, bf16_copy, deferred)
     gate, up = fp16_matmul.linears_fp16(normed, (mlp.gate_proj, mlp.up_proj))
-    return fp16_matmul.add_linear(stream, gated_silu_fp16(gate, up, bf16_copy=bf16_copy), mlp.down_proj)
+    product = gated_silu_fp16(gate, up, bf16_copy=bf16_copy)
+    if deferred is not None:
+        pair = gate.detach(), up.detach()
+        deferred.defer(product[0], lambda: gated_silu_fp16(*pair, bf16_copy=False)[0])
+    return fp16_matmul.add_linear(stream, product, mlp.down_proj)
+
+
+def _norm_operand(
+    stream: Tensor, norm: Any, bf16_copy: bool, deferred: DeferredOperands | None
+) -> tuple[Tensor, fp16_matmul.Fp16Operand]:
+    stream, normed = norm_fp16(stream, norm, bf16_copy=bf16_copy)
+    if deferred is not None:
+        kept = stream.detach()
+        deferred.defer(normed[0], lambda: norm_fp16(kept, norm, bf16_copy=False)[1][0])
+    return stream, normed
 
 
 def _attend_cached(module: Any, query: Tensor, key: Tensor, value: Tensor, context: Cached) -> fp16_matmul.Fp16Operand:

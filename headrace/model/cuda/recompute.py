@@ -3,6 +3,7 @@
 Attention is most of a layer's time where sequences are long, and its output is a small part of what a layer keeps.
 """
 
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,9 @@ ATTENTION = (
     ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
     ("torch_attn", "_varlen_attn"),  # registered by torch.nn.attention.varlen
 )
+
+# in the passes of a layer that is computed again: checkpointing keeps nothing but what it is told to
+RECOMPUTING: ContextVar[bool] = ContextVar("headrace_recomputing", default=False)
 
 
 def keep_attention() -> Any:

@@ -204,3 +204,29 @@ def test_a_gradient_that_did_not_come_is_none() -> None:
     both = add_gradients(one, other)
     assert both is not None
     assert both.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_frozen_layers_keep_no_operand_but_that_of_adapters(rank: int) -> None:
+    """Without a bfloat16 copy: the float16 operand is kept for A, and nothing where there is none."""
+    modules: list[Any] = layers(2, bias=True)
+    for module in modules:
+        module.requires_grad_(False)
+    if rank:
+        modules = [LoraLinear(module, rank=rank, alpha=8.0, slots=1, seed=seed) for seed, module in enumerate(modules)]
+        for module in modules:
+            module.up.data.normal_(std=0.5)
+    exact, x = float32(modules), torch.randn(1, 20, 48).to(FP16).float()
+    operand, leaf = view_as_bf16(x.to(FP16)).requires_grad_(), x.clone().requires_grad_()
+    outs = linears_fp16((operand, None), modules)
+    onto = add_linear(torch.zeros(1, 20, 32), (operand, None), modules[0])
+    kept = [tensor for out in (outs[0], onto) for tensor in out.grad_fn.saved_tensors if tensor is not None]
+    assert any(tensor.data_ptr() == operand.data_ptr() for tensor in kept) == bool(rank)
+    expected = [module(leaf) for module in exact]
+    pull = torch.randn(3, 1, 20, 32).to(BF16)
+    torch.autograd.backward([*outs, onto], [pull[0], pull[1], pull[2].float()])
+    torch.autograd.backward([*expected, exact[0](leaf)], list(pull.float()))
+    assert relative(operand.grad, leaf.grad) < GRADIENT_ROUNDING
+    for module, other in zip(modules if rank else [], exact, strict=bool(rank)):
+        assert relative(module.down.grad, other.down.grad) < 2 * GRADIENT_ROUNDING
+        assert relative(module.up.grad, other.up.grad) < 2 * GRADIENT_ROUNDING
