@@ -12,7 +12,7 @@ import pytest
 
 from headrace import wiring
 from headrace.config import Config, ModelConfig
-from headrace.errors import BackendError
+from headrace.errors import BackendError, ConfigError
 from headrace.infer.engine import EmbeddedEngine
 from headrace.infer.scheduler import Scheduler
 from headrace.model.tiny import save_tiny
@@ -161,6 +161,14 @@ def test_a_start_that_takes_long_is_told_and_one_without_end_is_ended(
     assert f"no progress: {what}" in log
     assert exits == ([watchdog.EXIT_STALLED] * len(calls) if ends else [])
     assert (f"{what}: nothing moved for 10000 s, so the process ends; go on with  headrace train" in log) == ends
+
+
+@pytest.mark.parametrize("key", ["stall_end_s", "load_end_s"])
+@pytest.mark.parametrize("value", ["-1.0", "inf", "nan", '"soon"'])
+def test_a_deadline_that_is_none_is_refused(key: str, value: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(f"[run]\n{key} = {value}\n[rl]\nsteps = 1\n")
+    with pytest.raises(ConfigError, match=f"'run.{key}' must be a"):
+        load_checked(tmp_path / "run.toml", [], command="train")
 
 
 def test_checking_a_service_is_watched_before_there_is_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
