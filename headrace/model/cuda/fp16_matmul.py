@@ -54,7 +54,9 @@ def supports_fp16_matmul(layer: Any) -> bool:
 
     Hooks would not run, because the parts are not called.
     """
-    if any(_has_hooks(module) for module in layer.modules() if module is not layer):
+    mlp: Any = getattr(layer, "mlp", None)
+    called = set(mlp.modules()) if hasattr(mlp, "experts") else set[nn.Module]()  # experts are called with their hooks
+    if any(_has_hooks(module) for module in layer.modules() if module is not layer and module not in called):
         return False
     return layer.input_layernorm.weight.dtype == BF16 and all(_is_plain(linear) for linear in _linears(layer))
 
@@ -84,9 +86,10 @@ def _weight(linear: Any) -> Tensor:
 
 
 def _linears(layer: Any) -> tuple[nn.Module, ...]:
+    """Return the linear layers whose products have float16 operands; those of experts have not."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-    return (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    return projections if hasattr(mlp, "experts") else (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
 def _has_hooks(module: nn.Module) -> bool:

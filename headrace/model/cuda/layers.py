@@ -24,16 +24,36 @@ from headrace.model.cuda.recompute import RECOMPUTING
 from headrace.model.cuda.reductions import add_strips
 from headrace.model.cuda.tower import fuse_tower_module
 
-NORMS = ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3VLTextRMSNorm", "SmolLM3RMSNorm")
-ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention", "Qwen3VLTextAttention")
+NORMS = (
+    "LlamaRMSNorm",
+    "MistralRMSNorm",
+    "MixtralRMSNorm",
+    "Qwen2RMSNorm",
+    "Qwen3RMSNorm",
+    "Qwen3MoeRMSNorm",
+    "Qwen3VLTextRMSNorm",
+    "SmolLM3RMSNorm",
+)
+ATTENTIONS = (
+    "LlamaAttention",
+    "MistralAttention",
+    "MixtralAttention",
+    "Qwen2Attention",
+    "Qwen3Attention",
+    "Qwen3MoeAttention",
+    "Qwen3VLTextAttention",
+)
 LAYERS = (
     "LlamaDecoderLayer",
     "MistralDecoderLayer",
+    "MixtralDecoderLayer",
     "Qwen2DecoderLayer",
     "Qwen3DecoderLayer",
+    "Qwen3MoeDecoderLayer",
     "Qwen3VLTextDecoderLayer",
 )
-MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3VLTextMLP", "SmolLM3MLP")
+MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP", "Qwen3VLTextMLP", "SmolLM3MLP")
+MIXTURES = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")  # their products have bfloat16 operands
 HALF = (torch.bfloat16, torch.float16)
 STRIPS = 1056  # programs of the norm's backward pass, eight for each multiprocessor of an H100 or H200
 BLOCK = 1024
@@ -88,11 +108,10 @@ def _layer_forward(module: Any, hidden_states: Tensor, **options: Any) -> Tensor
 
 def _fp16_applies(module: Any, options: Any) -> bool:
     attention, mlp = module.self_attn, module.mlp
-    listed = type(attention).__name__ in ATTENTIONS and type(mlp).__name__ in MLPS
+    plain = type(mlp).__name__ in MLPS and isinstance(mlp.act_fn, nn.SiLU | _silu_type())
+    listed = type(attention).__name__ in ATTENTIONS and (plain or type(mlp).__name__ in MIXTURES)
     whole = options["position_embeddings"][0].shape[-1] == attention.head_dim
-    return (
-        listed and whole and isinstance(mlp.act_fn, nn.SiLU | _silu_type()) and fp16_matmul.supports_fp16_matmul(module)
-    )
+    return listed and whole and fp16_matmul.supports_fp16_matmul(module)
 
 
 def defers_operands(layer: Any) -> bool:
@@ -122,6 +141,9 @@ def _layer_fp16(
         mixed = _attend_cached(attn, query, key, value, context)
     flat = (mixed[0].flatten(-2)[None], None if mixed[1] is None else mixed[1].flatten(-2)[None])
     stream = fp16_matmul.add_linear(stream, flat, attn.o_proj)
+    if type(mlp).__name__ in MIXTURES:
+        stream, mixed_in = add_norm(stream, None, second.weight, second.variance_epsilon)
+        return stream + mlp(mixed_in)  # type: ignore[no-any-return]
     stream, normed = _norm_operand(stream, second, bf16_copy, deferred)
     gate, up = fp16_matmul.linears_fp16(normed, (mlp.gate_proj, mlp.up_proj))
     product = gated_silu_fp16(gate, up, bf16_copy=bf16_copy)
