@@ -661,7 +661,9 @@ def training_memory(
     size = DTYPE_BYTES[dtype]
     state = max(size, FP32)
     fused = device == "cuda" and size < FP32
-    layers_kept = activation_bytes_per_token(shape, size, fused=fused and shape.model_type in FUSED_TYPES)
+    layers_kept = activation_bytes_per_token(
+        shape, size, fused=fused and shape.model_type in FUSED_TYPES, adapters=frozen > trainable
+    )
     if recompute:  # every layer's input, and one layer in full; on CUDA also the output of attention, and its sums
         stream = FP32 if fused and shape.model_type in FUSED_TYPES else size
         mixed = shape.heads * (shape.head_width * size + FP32) if device == "cuda" else 0
@@ -712,12 +714,14 @@ def packed_numbers(shape: ModelDims) -> int:
     return every + shape.layers * joined + shape.vocabulary * shape.width
 
 
-def activation_bytes_per_token(shape: ModelDims, size: int, *, fused: bool = False) -> int:
+def activation_bytes_per_token(shape: ModelDims, size: int, *, fused: bool = False, adapters: bool = False) -> int:
     """Count the bytes that the backward pass keeps per token: L (8 D + 2 (Q + K + V) + 4 M) numbers.
 
     They are residuals and norms, projections before and after rotation, and the MLP. With fused kernels
     L (4 D + 2 (Q + K) + 3 M), and half of the 4 D in float32: norms keep their input, which is the residual stream, and
-    their output; attention its rotated inputs and its output, the MLP gate, up and product.
+    their output; attention its rotated inputs and its output, the MLP gate, up and product. With adapters over frozen
+    weights the output of norms and the product are computed again, and attention's inputs are kept before rotation too,
+    for the norms of heads.
     """
     query, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
     mlp_width = shape.mlp_width
@@ -725,6 +729,8 @@ def activation_bytes_per_token(shape: ModelDims, size: int, *, fused: bool = Fal
         mlp_width = max(mlp_width, mixture.per_token * (mixture.width + shape.width // 2) + mixture.shared_width)
     if fused:
         stream = 2 * shape.width * FP32
+        if adapters:
+            return shape.layers * (stream + (3 * (query + keys) + 2 * mlp_width) * size)
         return shape.layers * (stream + (2 * shape.width + 2 * (query + keys) + 3 * mlp_width) * size)
     return shape.layers * (8 * shape.width + 2 * (query + 2 * keys) + 4 * mlp_width) * size
 

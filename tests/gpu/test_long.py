@@ -168,3 +168,19 @@ def test_a_models_gradient_is_the_float32_one_within_rounding(lora: bool) -> Non
     print(f"kept {distance(kept, exact):.4f}, recomputed {distance(recomputed, exact):.4f}")
     assert distance(kept, exact) < 12 * BF16
     assert distance(recomputed, kept) < 2 * BF16  # cuDNN adds up in no fixed order
+
+
+@pytest.mark.parametrize(("rows", "width"), [(40, 16), (5000, 64), (33, 96), (262_144, 128), (3000, 256)])
+def test_norms_of_narrow_rows_and_their_gradients_are_those_of_float64(rows: int, width: int) -> None:
+    from headrace.model.cuda.layers import rms_norm  # needs Triton
+
+    x, pull = (draw(rows, 1, width, seed, torch.bfloat16)[0, 0] for seed in (0, 1))
+    x.requires_grad_()
+    weight = (1 + draw(1, 1, width, 2, torch.bfloat16)[0, 0, 0] / 5).detach().requires_grad_()
+    rms_norm(x, weight, 1e-6).backward(pull)
+    wide, wide_weight = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
+    exact = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + 1e-6) * wide_weight
+    exact.backward(pull.double())
+    assert relative(rms_norm(x, weight, 1e-6).detach(), exact.detach()) < BF16
+    assert relative(x.grad, wide.grad) < BF16
+    assert relative(weight.grad, wide_weight.grad) < BF16

@@ -253,6 +253,12 @@ def test_memory_on_a_gpu_by_hand() -> None:
     assert again.total == memory.total - 2400 + 1840 + 7
 
 
+def test_adapters_keep_no_operands_on_a_gpu_by_hand() -> None:
+    sizes = {"dtype": "bfloat16", "trainable": 8, "micro_batch_tokens": 10, "kv_tokens": 0, "device": "cuda"}
+    # per token 2 layers x (2 x 4 x 4 bytes of stream + (3 x (4 + 2) + 2 x 8) x 2) = 2 x 100
+    assert training_memory(TWO_BY_TWO, frozen=388, **sizes).activations == 10 * 200
+
+
 def memory_of(recompute: bool, kv_tokens: int) -> Memory:
     """600 bytes, or 200 when layers are recomputed, and 2 for each cached token."""
     return Memory(

@@ -3,6 +3,7 @@
 - `layers.py` fuses the RMS norm, rotation and gated SiLU of decoder layers.
 - `experts.py` computes the experts of mixtures by grouped products, with the kernels of `expert_kernels.py`.
 - `delta_kernels.py` computes the gated delta rule of hybrids, and `convolution.py` their short convolutions.
+- `head_norms.py` has the RMS norms of narrow rows.
 - `fp16_matmul.py` has matrix products and attention with float16 operands, for bfloat16 models.
 - `fp16_kernels.py` casts between half-precision types and scales gradients into float16's range.
 - `tower.py` makes vision towers fast: attention of all images in one call, and patches embedded by a product.
@@ -15,8 +16,8 @@
 - `compile.py` compiles decoder layers with torch.compile.
 - `determinism.py` switches CUDA to deterministic kernels.
 
-`layers`, `gather`, `reductions`, `softmax`, `convolution` and the files of kernels need Triton, which CUDA builds of
-torch bring along: check `available` before importing them.
+`layers`, `head_norms`, `gather`, `reductions`, `softmax`, `convolution` and the files of kernels need Triton, which
+CUDA builds of torch bring along: check `available` before importing them.
 """
 
 import importlib.util

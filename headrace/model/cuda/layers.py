@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from headrace.model.attention import Cached, Context, Packed, attend
-from headrace.model.cuda import fp16_matmul
+from headrace.model.cuda import fp16_matmul, head_norms
 from headrace.model.cuda.compile import FUSED
 from headrace.model.cuda.deferred import DeferredOperands
 from headrace.model.cuda.recompute import RECOMPUTING
@@ -261,7 +261,11 @@ class _Norm(torch.autograd.Function):
         out_TD = torch.empty_like(flat_TD, dtype=fp16_matmul.FP16 if bitcast else weight_D.dtype)
         copy_TD = torch.empty_like(flat_TD, dtype=weight_D.dtype) if bf16_copy else None
         scale_T = torch.empty(len(flat_TD), dtype=torch.float32, device=hidden.device)
-        if len(flat_TD):
+        if not len(flat_TD):
+            pass
+        elif delta is None and width <= head_norms.NARROW:
+            head_norms.norm(flat_TD, weight_D, eps, out_TD, copy_TD, scale_T)
+        else:
             change_TD = flat_TD if delta is None else delta.reshape(flat_TD.shape).contiguous()
             _norm_kernel[(len(flat_TD),)](
                 flat_TD, change_TD, weight_D, added_TD, out_TD, copy_TD, scale_T, width, eps,
@@ -288,6 +292,8 @@ class _Norm(torch.autograd.Function):
         partial_SD = torch.empty(strips, width, dtype=torch.float32, device=grad.device)
         if not tokens:
             partial_SD.zero_()
+        elif past_TD is None and grad_delta_TD is None and width <= head_norms.NARROW:
+            partial_SD = head_norms.norm_backward(flat_TD, weight_D, scale_T, grad_TD, grad_x_TD)
         else:
             _norm_backward_kernel[(strips,)](
                 flat_TD, weight_D, scale_T, grad_TD, past_TD, grad_x_TD, grad_delta_TD, partial_SD,
@@ -295,7 +301,8 @@ class _Norm(torch.autograd.Function):
                 PAST=past_TD is not None, DELTA=grad_delta_TD is not None, BLOCK=triton.next_power_of_2(width),
             )  # fmt: skip
         grad_delta = None if grad_delta_TD is None else grad_delta_TD.view(shape)
-        return grad_x_TD.view(shape), grad_delta, add_strips(partial_SD, weight_D.dtype), None, None, None
+        of_weight = add_strips(partial_SD, weight_D.dtype) if ctx.needs_input_grad[2] else None
+        return grad_x_TD.view(shape), grad_delta, of_weight, None, None, None
 
 
 class _Rotate(torch.autograd.Function):
