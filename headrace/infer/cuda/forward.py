@@ -16,7 +16,7 @@ from torch import Tensor
 from headrace.infer.cuda import kernels
 from headrace.infer.cuda.adapter_factors import DOWN, GATE_UP, OUT, QKV, AdaptedRows
 from headrace.infer.cuda.layer_weights import DenseWeights
-from headrace.infer.cuda.tiling import PROMPT_ROWS, splits_for
+from headrace.infer.cuda.tiling import LEAST_KEYS, PROMPT_ROWS, splits_for
 from headrace.model.attention import KVCache
 from headrace.model.cuda.fp16_matmul import addmm_fp32
 
@@ -193,6 +193,7 @@ class DecodeAttention:
             GP=max(16, triton.next_power_of_2(shape.Q // shape.H)),
             W=shape.W,
             SPLITS=splits,
+            LEAST=LEAST_KEYS if rows * shape.H >= MANY else 0,
             NORM=norm,
             PRECISION=precision(workspace.qkv),
             **_program(workspace.qkv, rows * shape.H, shape.W),

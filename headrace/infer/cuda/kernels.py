@@ -92,14 +92,16 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
+    LEAST: tl.constexpr,
     NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attend with one new token of each row to its slot: rotate, write key and value, attend. Grid (rows, H, SPLITS).
 
-    The filled part of a slot is cut into at most SPLITS chunks, each a program; the new token's own key is part of the
-    first chunk and never read back. The last program of a row to arrive joins the chunks, in their order, so the sum
-    does not depend on which was last; `arrivals` are zero before and after. A row at position -1 is skipped.
+    The filled part of a slot is cut into at most SPLITS chunks of LEAST keys or more, each a program; the new token's
+    own key is part of the first chunk and never read back. The last program of a row to arrive joins the chunks, in
+    their order, so the sum does not depend on which was last; `arrivals` are zero before and after. A row at position
+    -1 is skipped.
 
     Blocks within the first `shared` positions are read from the donor's slot, which has the same numbers: where a whole
     group reads them there, they come through memory once.
@@ -128,7 +130,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     value = tl.load(base + (Q + H + head) * W + column)
     if position < 0:
         return
-    chunk = tl.cdiv(tl.cdiv(position, SPLITS), BLOCK) * BLOCK
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(position, SPLITS), BLOCK) * BLOCK, LEAST)
     start = split * chunk
     end = tl.minimum(start + chunk, position)
     if (split > 0) & (start >= position):

@@ -11,7 +11,9 @@ from headrace.model.attention import PromptChunk
 BUCKETS = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)  # and multiples of 64 above
 PROMPT_ROWS = 64  # query tokens of one program
 FULL = 528  # programs that keep all processors of a large card busy
+FEW = 256  # rows x heads up to which keys are split further, so that no long chunk is left to run alone at the end
 MOST_SPLITS = 16
+LEAST_KEYS = 128  # of a chunk, where there are many
 ROOMS = (8, 20, 72)  # blocks of adapters
 DECODE_BLOCK, PROMPT_BLOCK = 32, 64  # neighbouring rows of one adapter that a program multiplies together
 
@@ -23,7 +25,7 @@ def bucket_for(rows: int) -> int:
 
 def splits_for(rows: int, heads: int) -> int:
     """Return into how many parts a row's keys are split at most, so that few rows use the whole card: a power of 2."""
-    splits = max(1, FULL // (rows * heads))
+    splits = max(1, (4 * FULL if rows * heads <= FEW else FULL) // (rows * heads))
     return min(MOST_SPLITS, 1 << (splits - 1).bit_length())
 
 

@@ -34,3 +34,8 @@ def test_blocks_cover_every_prompt_token_once_at_its_position(spans: list[tuple[
             assert first + i not in found
             found[first + i] = (slot, position + i)
     assert [found[index] for index in range(len(found))] == expected
+
+
+def test_few_rows_with_long_keys_are_split_into_more_programs_than_fit_at_once() -> None:
+    assert splits_for(16, 8) == 16  # 2,048 programs: the last to start leave little to wait for
+    assert splits_for(256, 2) == 1
