@@ -130,7 +130,7 @@ def model_on(device: str, dtype: torch.dtype, *, lora: bool = False) -> Language
 
 def data_of(lengths: Sequence[int], shared: int = 0) -> list[Datum]:
     """Sequences with `shared` tokens in common at their beginning."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(shared)
     beginning, data = rng.integers(0, VOCABULARY, shared), []
     for length in lengths:
         tokens = np.concatenate([beginning, rng.integers(0, VOCABULARY, length + 1)])
