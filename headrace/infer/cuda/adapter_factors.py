@@ -17,12 +17,13 @@ from torch import Tensor
 
 from headrace.infer.cuda import adapter_kernels
 from headrace.infer.cuda.layer_weights import DecoderShape, DenseWeights
+from headrace.infer.cuda.tiling import DECODE_BLOCK
 from headrace.model.multi_lora import BASE, HEAD, Adapter, AdapterTable
 
 CAPACITY = 256  # adapters; doubles when they are more
 LEAST_RANK, MOST_TILE = 16, 64  # of a tile's ranks
-SLICE, MOST_SLICES = 512, 16  # inputs of a slice of A x while decoding, and number of slices: a power of 2
-BLOCK = 256  # inputs at a time: a program waits for each of its loads, however small
+SLICE, MOST_SLICES = 256, 16  # inputs of a slice of A x, and number of slices of few rows: a power of 2
+BLOCK = 64  # inputs at a time: programs small enough to run beside those of the layer's own product
 COLUMNS = 128
 QKV, OUT, GATE_UP, DOWN = range(4)  # parts of a layer; the head comes behind those of all layers
 PART = re.compile(r"layers\.(\d+)\.(self_attn\.q_proj|self_attn\.o_proj|mlp\.gate_proj|mlp\.down_proj)$")
@@ -123,7 +124,7 @@ class LowBuffers:
     def make(factors: AdapterFactors, rows: int, blocks: int) -> "LowBuffers":
         shape, like, rank = factors.shape, factors.like, factors.most_rank
         inputs = {3: shape.D, 2: shape.D, 1: max(shape.inner, shape.Q * shape.W, shape.D)}
-        slices = max(layers * slices_of(size) for layers, size in inputs.items())
+        slices = max(layers * slices_of(size, DECODE_BLOCK) for layers, size in inputs.items())
         tiles = 3 * (rank // min(rank, MOST_TILE))
         return LowBuffers(
             half=like.new_zeros(rows * 3 * rank),
@@ -194,8 +195,7 @@ class AdaptedRows:
 
     def _shrink(self, number: int, x: Tensor, layers: int) -> None:
         f, inputs = self.factors, x.shape[1]
-        slices, tile = slices_of(inputs), self._tile(x)
-        block = BLOCK if x.dtype != torch.float32 else 64
+        slices, tile = slices_of(inputs, self.rows_of_block), self._tile(x)
         adapter_kernels.shrink_kernel[(len(self.blocks), layers * (f.most_rank // tile["RANKS"]), slices)](
             self._low(number),
             self.buffers.slices,
@@ -209,11 +209,11 @@ class AdaptedRows:
             f.num_parts,
             inputs,
             self.rows,
-            triton.cdiv(inputs, slices * block) * block,
+            triton.cdiv(inputs, slices * BLOCK) * BLOCK,
             LAYERS=layers,
             SLICES=slices,
-            BLOCK=block,
-            num_stages=2,
+            BLOCK=BLOCK,
+            num_stages=3,
             **tile,
         )
 
@@ -234,8 +234,8 @@ class AdaptedRows:
         }
 
 
-def slices_of(inputs: int) -> int:
-    """Return in how many slices A x is computed: 1, or a multiple of those that are added up at a time."""
-    added: int = adapter_kernels.ADDED.value
-    slices: int = min(MOST_SLICES, triton.next_power_of_2(triton.cdiv(inputs, SLICE)))
-    return slices if slices == 1 else max(slices, added)
+def slices_of(inputs: int, rows_of_block: int) -> int:
+    """Return in how many slices A x is computed, a power of 2; all are added up at once, so large blocks have fewer."""
+    most = MOST_SLICES * DECODE_BLOCK // rows_of_block
+    slices: int = min(most, triton.next_power_of_2(triton.cdiv(inputs, SLICE)))
+    return slices

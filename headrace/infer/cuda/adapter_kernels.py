@@ -13,8 +13,6 @@ Shape letters: I inputs, O outputs, R rank.
 import triton
 import triton.language as tl
 
-ADDED = tl.constexpr(4)  # slices that are read at a time
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def shrink_kernel(  # type: ignore[no-untyped-def]
@@ -55,7 +53,7 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
     TILES: tl.constexpr = MOST_RANK // RANKS
     layer = tile // TILES
     start = (tile % TILES) * RANKS
-    rank = tl.load(ranks + adapter)
+    rank = tl.multiple_of(tl.load(ranks + adapter), 16)  # for loads of 16 bytes
     scale = tl.load(scales + adapter)
     address = tl.load(addresses + (adapter * parts + part) * 2)
     if (address == 0) | (start >= rank):
@@ -85,13 +83,9 @@ def shrink_kernel(  # type: ignore[no-untyped-def]
         if tl.atomic_add(counter, 1, sem="acq_rel") != SLICES - 1:
             return
         tl.store(counter, 0)
-        total = tl.zeros((ROWS, RANKS), tl.float32)
-        for at in range(0, SLICES, ADDED):
-            each = (at + tl.arange(0, ADDED)).to(tl.int64)[:, None, None] * stride
-            parts_of = tl.load(
-                slices + place[None, :, :] + each, mask=there[None, :, :], other=0.0, cache_modifier=".cg"
-            )
-            total += tl.sum(parts_of, 0)
+        each = tl.arange(0, SLICES).to(tl.int64)[:, None, None] * stride
+        spot = slices + place[None, :, :] + each
+        total = tl.sum(tl.load(spot, mask=there[None, :, :], other=0.0, cache_modifier=".cg"), 0)
     tl.store(low + place, (total * scale).to(dtype), mask=there)
 
 
@@ -122,7 +116,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(entry + 2)
     if adapter < 0:
         return
-    rank = tl.load(ranks + adapter)
+    rank = tl.multiple_of(tl.load(ranks + adapter), 16)  # for loads of 16 bytes
     address = tl.load(addresses + (adapter * parts + part) * 2 + 1)
     if address == 0:
         return
@@ -196,7 +190,7 @@ def adapted_gate_kernel(  # type: ignore[no-untyped-def]
     rank = 0
     address = adapter * 0
     if adapter >= 0:
-        rank = tl.load(ranks + adapter)
+        rank = tl.multiple_of(tl.load(ranks + adapter), 16)  # for loads of 16 bytes
         address = tl.load(addresses + (adapter * parts + part) * 2 + 1)
     if address != 0:
         factors = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)

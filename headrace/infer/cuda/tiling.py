@@ -14,8 +14,8 @@ FULL = 528  # programs that keep all processors of a large card busy
 FEW = 256  # rows x heads up to which keys are split further, so that no long chunk is left to run alone at the end
 MOST_SPLITS = 16
 LEAST_KEYS = 128  # of a chunk, where there are many
-ROOMS = (8, 20, 72)  # blocks of adapters
-DECODE_BLOCK, PROMPT_BLOCK = 32, 64  # neighbouring rows of one adapter that a program multiplies together
+ROOMS = (4, 8, 20, 72)  # blocks of adapters
+DECODE_BLOCK, PROMPT_BLOCK = 16, 64  # neighbouring rows of one adapter that a program multiplies together
 
 
 def bucket_for(rows: int) -> int:
