@@ -40,7 +40,7 @@ from headrace.model.cuda.recompute import RECOMPUTING, keep_attention
 from headrace.model.experts import prepare_experts, routed, stack_experts, stacked_names
 from headrace.model.folder_check import check_model_folder
 from headrace.model.head import LogitRule
-from headrace.model.hybrid.layers import prepare_hybrid
+from headrace.model.hybrid.layers import hybrid_context, prepare_hybrid
 from headrace.model.lora import ADAPTER, LoraLinear, merge_adapter
 from headrace.model.quantized import Quantization, choose_quantizer, package_config, quantize_model
 from headrace.model.supported import check_device, check_supported, context_of, decoder_layers, logit_settings
@@ -145,7 +145,7 @@ class LanguageModel:
         if tokens_T.is_cuda:  # the mask is never read; without one transformers reads the positions, which waits
             inputs["attention_mask"] = tokens_T.new_empty((1, 1, 1, 1), dtype=torch.bool)
         position_ids = positions_T[None] if positions_T.ndim == 1 else positions_T[:, None]
-        with routed(attention):
+        with routed(attention), hybrid_context(attention):
             out = text_model(self.model)(**inputs, position_ids=position_ids, attention=attention, use_cache=False)
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 

@@ -91,7 +91,8 @@ def their_model(variant: str, dtype: torch.dtype) -> Any:
     """Transformers' own, but for routers that can be told what to choose; experts are its loop over them."""
     model = half(make(variant))
     model = (widen(model) if dtype == torch.float32 else model).to(DEVICE)
-    model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    capped = getattr(model.config, "attn_logit_softcapping", None)  # which transformers' sdpa leaves out
+    model.set_attn_implementation("sdpa" if model._supports_sdpa and not capped else "eager")
     if routing_of(model):
         prepare_experts(model)
         model.config._experts_implementation = "eager"

@@ -14,6 +14,9 @@ What has to be exact is computed in float32 or wider, as transformers does, and 
 Shape letters: T tokens, H heads, G key heads or groups of heads, K width of keys, V width of values, D channels.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
@@ -32,6 +35,20 @@ from headrace.model.hybrid.state_space import ScanInputs, scan_packed, scan_slot
 DELTA_NETS = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
 SHORT_CONVOLUTIONS = ("Lfm2ShortConv",)
 MAMBAS = ("NemotronHMamba2Mixer",)
+
+
+# Of the forward pass under way, for layers to which older versions of transformers do not pass it on.
+_CONTEXT: ContextVar[Context | None] = ContextVar("headrace_hybrid_context", default=None)
+
+
+@contextmanager
+def hybrid_context(context: Context) -> Iterator[None]:
+    """Give layers that have a state the context of all forward passes inside the block."""
+    token = _CONTEXT.set(context)
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
 
 
 def prepare_hybrid(model: nn.Module) -> None:
@@ -97,6 +114,7 @@ def _delta_net_forward(net: Any, hidden_states: Tensor, attention: Context | Non
 def _short_convolution_forward(
     module: Any, hidden_states: Tensor, attention: Context | None = None, **options: Any
 ) -> Tensor:
+    attention = attention or _CONTEXT.get()
     if attention is None:
         return type(module).forward(module, hidden_states, **options)  # type: ignore[no-any-return]
     assert hidden_states.shape[0] == 1, "tokens are packed into one row"
