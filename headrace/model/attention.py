@@ -222,6 +222,7 @@ class Cached:
     chunks: tuple[PromptChunk, ...]
     chunk_mask: Tensor | None = None  # the same for the tokens of the chunks; without it each layer computes its own
     active: tuple[int, ...] | None = None  # decode rows that are not idle, where the host knows them
+    runs: Any = None  # of layers with a state, where the caller knows them (`model/hybrid/layout.py`, `SlotRuns`)
 
 
 Context = Packed | Cached

@@ -71,6 +71,17 @@ class GraphDecoder:
         self._storage = torch.zeros(kv, dtype=self._weights.dtype, device=device)
         self._slot_tokens = torch.zeros(1, dtype=torch.int32, device=device)
         self._cache: KVCache | None = None
+        self._make_rows(device, shape.V)
+        self.takes_adapters = adapters is not None
+        self._adapters = None if adapters is None else AdapterFactors(self._weights, adapters)
+        self._room = 0  # for blocks of adapters; 0 when all rows use the base alone
+        self._layout: tuple[int, int] | None = None  # of the adapters that graphs were captured for
+        self._adapter_blocks = torch.zeros((self._max_num_seqs, 3), dtype=torch.int32, device=device)
+        self._low: LowBuffers | None = None
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" and adapters is not None else None  # type: ignore[no-untyped-call]
+
+    def _make_rows(self, device: torch.device, vocabulary: int) -> None:
+        """Allocate the state of the rows and what they sample, and forget all graphs."""
         state = self._max_num_seqs * (FIELDS + STOPS)
         pinned = device.type == "cuda"
         self._state = torch.zeros(state, dtype=torch.int64, device=device)
@@ -83,18 +94,11 @@ class GraphDecoder:
         self._unfinished: deque[_HostCopy] = deque()
         self._count = self._bucket = 0  # rows that are decoded, and rows of their graph
         self._most = 0  # tokens that a row can still have
-        self._logits = torch.zeros((self._max_num_seqs, shape.V), dtype=torch.float32, device=device)
-        self._blocks = torch.zeros((4, self._max_num_seqs * triton.cdiv(shape.V, BLOCK)), device=device)
+        self._logits = torch.zeros((self._max_num_seqs, vocabulary), dtype=torch.float32, device=device)
+        self._blocks = torch.zeros((4, self._max_num_seqs * triton.cdiv(vocabulary, BLOCK)), device=device)
         self._graphs: dict[tuple[int, int], Any] = {}  # by rows and blocks of adapters
         self._pool: Any = None
         self._order: list[int] = []  # the rows as they are decoded, by their number in `start`
-        self.takes_adapters = adapters is not None
-        self._adapters = None if adapters is None else AdapterFactors(self._weights, adapters)
-        self._room = 0  # for blocks of adapters; 0 when all rows use the base alone
-        self._layout: tuple[int, int] | None = None  # of the adapters that graphs were captured for
-        self._adapter_blocks = torch.zeros((self._max_num_seqs, 3), dtype=torch.int32, device=device)
-        self._low: LowBuffers | None = None
-        self._beside = torch.cuda.Stream(device) if pinned and adapters is not None else None  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
         """Renew copies of the model's parameters, which have changed."""
@@ -184,10 +188,10 @@ class GraphDecoder:
             return False
         self._most -= steps
         graph = self._bucket, self._room
-        if self._storage.is_cuda and graph not in self._graphs:
+        if self._state.is_cuda and graph not in self._graphs:
             self._graphs[graph] = self._capture(*graph)
         for _ in range(steps):
-            if self._storage.is_cuda:
+            if self._state.is_cuda:
                 self._graphs[graph].replay()
             else:
                 self._step(*graph)
@@ -282,24 +286,29 @@ class GraphDecoder:
         head.logits(workspace.last, self._weights.head, out=logits)
         if adapted is not None:
             adapted.expand(adapted.factors.head, logits, (shape.V,))
-        blocks = triton.cdiv(shape.V, BLOCK)
+        self._sample(logits, shape.V)
+
+    def _sample(self, logits: Tensor, vocabulary: int) -> None:
+        """Sample a token of every row from its logits, and advance the row."""
+        positions = self._field(POSITION)
+        blocks = triton.cdiv(vocabulary, BLOCK)
         partials = (self._blocks[0], self._blocks[1], self._blocks[2], self._blocks[3].view(torch.int32))
-        sampling_kernels.block_kernel[(bucket, blocks)](
+        sampling_kernels.block_kernel[(len(logits), blocks)](
             logits,
             self._temperatures,
-            index.positions,
+            positions,
             *partials,
-            shape.V,
+            vocabulary,
             blocks,
             BLOCK=BLOCK,
             num_warps=8,
         )
-        sampling_kernels.draw_kernel[(bucket,)](
+        sampling_kernels.draw_kernel[(len(logits),)](
             logits,
             self._temperatures,
             *partials,
             self._field(TOKEN),
-            index.positions,
+            positions,
             self._field(SEED),
             self._field(COUNT),
             self._field(DRAWN),
@@ -308,7 +317,7 @@ class GraphDecoder:
             self._out[0],
             self._out[1].view(torch.float32),
             self._out[2].view(torch.float32),
-            shape.V,
+            vocabulary,
             blocks,
             MAX_STEPS,
             BLOCK=BLOCK,

@@ -199,6 +199,8 @@ class SlotRuns:
 
 def slot_runs(context: Cached, rows: int) -> SlotRuns:
     """Find the runs of a step of `rows` rows. A decode row at the last position of its slot is idle."""
+    if context.runs is not None:
+        return context.runs  # type: ignore[no-any-return]
     runs: list[tuple[int, int, int]] = []
     start = 0
     if context.mask is not None:

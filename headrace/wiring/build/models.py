@@ -359,6 +359,7 @@ def make_engine(
             kv_tokens=kv_tokens,
             graphs=None if engine.cuda_graphs == "auto" else engine.cuda_graphs,
             deterministic=config.run.deterministic,
+            record_experts=rl is not None and rl.routing == "replay",
         ),
         hold_in_flight=rl is not None and rl.asynchronous.interrupt == "inflight",
         record_experts=rl is not None and rl.routing == "replay",
