@@ -162,3 +162,13 @@ def test_convolutions_of_slots(biased: bool) -> None:
     out = convolution.convolve_slots(x, weight, bias, states, runs)
     assert_close(out, expected, rtol=1e-4, atol=1e-4)
     assert_close(states, left)
+
+
+def test_norms_of_heads_that_lie_between_gates() -> None:
+    """Qwen3.5's queries are every second head of a product: rows that are not next to each other."""
+    from headrace.model.cuda.layers import rms_norm
+
+    both, weight = noise(1, 5, 3, 64), noise(32, seed=1)
+    query = both.chunk(2, dim=-1)[0]
+    expected = query * torch.rsqrt(query.square().mean(-1, keepdim=True) + 1e-6) * weight
+    assert_close(rms_norm(query, weight, 1e-6), expected, rtol=1e-4, atol=1e-4)

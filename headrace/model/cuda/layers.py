@@ -34,6 +34,7 @@ NORMS = (
     "Qwen3VLTextRMSNorm",
     "SmolLM3RMSNorm",
 )
+OFFSET_NORMS = ("Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm")  # whose weights are 1 + w
 ATTENTIONS = (
     "LlamaAttention",
     "MistralAttention",
@@ -52,7 +53,18 @@ LAYERS = (
     "Qwen3MoeDecoderLayer",
     "Qwen3VLTextDecoderLayer",
 )
-MLPS = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "Qwen3MoeMLP", "Qwen3VLTextMLP", "SmolLM3MLP")
+MLPS = (
+    "LlamaMLP",
+    "MistralMLP",
+    "Qwen2MLP",
+    "Qwen3MLP",
+    "Qwen3MoeMLP",
+    "Qwen3NextMLP",
+    "Qwen3VLTextMLP",
+    "Qwen3_5MLP",
+    "Qwen3_5MoeMLP",
+    "SmolLM3MLP",
+)
 MIXTURES = ("MixtralSparseMoeBlock", "Qwen3MoeSparseMoeBlock")  # their products have bfloat16 operands
 HALF = (torch.bfloat16, torch.float16)
 STRIPS = 1056  # programs of the norm's backward pass, eight for each multiprocessor of an H100 or H200
@@ -69,6 +81,8 @@ def fuse_layers(model: nn.Module) -> None:
         name = type(module).__name__
         if name in NORMS:
             module.forward = MethodType(_norm_forward, module)  # bound, so a deep copy of the model uses its own
+        elif name in OFFSET_NORMS:
+            module.forward = MethodType(_offset_norm_forward, module)
         elif name in ATTENTIONS:
             module.forward = MethodType(_attention_forward, module)
         elif name in LAYERS:
@@ -180,6 +194,13 @@ def _norm_forward(module: Any, hidden: Tensor) -> Tensor:
     return rms_norm(hidden, module.weight, module.variance_epsilon)
 
 
+def _offset_norm_forward(module: Any, hidden: Tensor) -> Tensor:
+    """Compute the norm times 1 + w, which in half precision would lose w's bits."""
+    if not (_applies(module.weight) and _applies(hidden)):
+        return type(module).forward(module, hidden)  # type: ignore[no-any-return]
+    return rms_norm(hidden, 1.0 + module.weight.float(), module.eps).to(hidden.dtype)
+
+
 def _mlp_forward(module: Any, hidden: Tensor) -> Tensor:
     if not _applies(hidden):
         return type(module).forward(module, hidden)  # type: ignore[no-any-return]
@@ -254,7 +275,7 @@ class _Norm(torch.autograd.Function):
         ctx: Any, hidden: Tensor, delta: Tensor | None, weight_D: Tensor, eps: float, bitcast: bool, bf16_copy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         width, shape = hidden.shape[-1], hidden.shape
-        flat_TD = hidden.reshape(-1, width)
+        flat_TD = hidden.reshape(-1, width).contiguous()
         if bitcast and flat_TD.dtype == fp16_matmul.BF16:
             flat_TD = fp16_matmul.view_as_fp16(flat_TD)
         added_TD = flat_TD if delta is None else torch.empty_like(flat_TD)

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.model import cuda
 from headrace.model.attention import Cached, Context
+from headrace.model.cuda.recompute import RECOMPUTING
 from headrace.model.hybrid.convolution import convolve_packed, convolve_slots
 from headrace.model.hybrid.delta_rule import DeltaInputs, delta_rule_packed, delta_rule_slots, unit_length
 from headrace.model.hybrid.layout import chunk_layout, slot_runs
@@ -103,7 +104,9 @@ def _delta_net_forward(net: Any, hidden_states: Tensor, attention: Context | Non
             inputs = _delta_inputs(net, F.silu(mixed_TD), b_TH, a_TH, wide)
             return delta_rule_packed(inputs, chunk_layout(attention, qkv_TD.device), kernels=kernels)
 
-        if kernels and torch.is_grad_enabled():  # states and float32 inputs of every layer would fill the device
+        if (
+            kernels and torch.is_grad_enabled() and not RECOMPUTING.get()
+        ):  # states and float32 inputs of every layer would fill the device
             out_THV = checkpoint(mix, qkv_TD, b_TH, a_TH, use_reentrant=False, preserve_rng_state=False)
         else:
             out_THV = mix(qkv_TD, b_TH, a_TH)
