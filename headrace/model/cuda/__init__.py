@@ -6,13 +6,11 @@
 - `head_norms.py` has the RMS norms of narrow rows.
 - `fp16_matmul.py` has matrix products and attention with float16 operands, for bfloat16 models.
 - `fp16_kernels.py` casts between half-precision types and scales gradients into float16's range.
-- `tower.py` makes vision towers fast: attention of all images in one call, and patches embedded by a product.
 - `cudnn_attention.py` calls cuDNN's attention, for long sequences.
 - `softmax.py` turns a chunk of logits into probabilities in place, for the log-prob head.
 - `gather.py` copies shared keys and values for each segment that sees them, and adds their gradients.
 - `reductions.py` adds up over tokens in a fixed order.
-- `deferred.py` keeps how operands of adapters are computed, in place of the operands.
-- `recompute.py` recomputes layers without their attention.
+- `recompute.py` computes layers without their attention again for the backward pass, or operands of adapters.
 - `compile.py` compiles decoder layers with torch.compile.
 - `determinism.py` switches CUDA to deterministic kernels.
 

@@ -170,7 +170,7 @@ def add_gradients(grad: Tensor | None, grad_copy: Tensor | None) -> Tensor | Non
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What a linear layer adds up: W x + bias + scale B (A x), or an update that was computed elsewhere."""
+    """Hold what a linear layer adds up: W x + bias + scale B (A x), or an update that was computed elsewhere."""
 
     weight: Tensor
     bias: Tensor | None

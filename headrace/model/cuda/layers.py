@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from headrace.model.attention import Cached, Context, Packed, attend
 from headrace.model.cuda import fp16_matmul, head_norms
 from headrace.model.cuda.compile import FUSED
-from headrace.model.cuda.deferred import DeferredOperands
-from headrace.model.cuda.recompute import RECOMPUTING
+from headrace.model.cuda.recompute import RECOMPUTING, DeferredOperands
 from headrace.model.cuda.reductions import add_strips
-from headrace.model.cuda.tower import fuse_tower_module
+from headrace.model.vision.cuda_tower import fuse_tower_module
 
 NORMS = (
     "LlamaRMSNorm",
@@ -74,7 +73,7 @@ BLOCK = 1024
 def fuse_layers(model: nn.Module) -> None:
     """Give layers, norms, MLPs and attentions of the types listed above a fused forward; leave all others alone.
 
-    Vision towers get theirs from `tower.py`.
+    Vision towers get theirs from `model/vision/cuda_tower.py`.
     """
     for module in model.modules():
         fuse_tower_module(module)

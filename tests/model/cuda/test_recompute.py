@@ -1,14 +1,15 @@
-"""Layers that are recomputed without their attention: the same gradients, and attention's forward pass once."""
+"""What is computed again for the backward pass: layers without their attention, and operands; the same gradients."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from headrace.model.cuda.recompute import keep_attention
+from headrace.model.cuda.recompute import DeferredOperands, keep_attention
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 PRODUCT = torch.ops.aten.addmm.default
@@ -50,3 +51,41 @@ def test_attention_is_computed_once_and_the_rest_again(recomputed: bool) -> None
     assert count.calls[PRODUCT] == (4 if recomputed else 2)
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter.grad, exact[name])
+
+
+def test_an_operand_is_freed_and_computed_again_for_the_gradient() -> None:
+    torch.manual_seed(0)
+    first, second, x = nn.Linear(6, 8), nn.Linear(6, 8), torch.randn(4, 6, requires_grad=True)
+    (first(x.sin()) * second(x.sin())).sum().backward()
+    exact = [first.weight.grad.clone(), second.weight.grad.clone(), x.grad.clone()]
+    for tensor in (first.weight, second.weight, x):
+        tensor.grad = None
+    made: list[int] = []
+
+    def again() -> Tensor:
+        made.append(1)
+        return x.detach().sin()
+
+    with DeferredOperands() as deferred:
+        operand = x.sin()
+        alive = weakref.ref(operand.untyped_storage())
+        deferred.defer(operand, again)
+        out = first(operand) * second(operand.view(2, 2, 6)).view(4, 8)
+        del operand
+        assert alive() is not None  # no other tensor may take its place while it could be mistaken for it
+    assert alive() is None
+    assert not made
+    out.sum().backward()
+    assert len(made) == 2
+    for tensor, wanted in zip((first.weight, second.weight, x), exact, strict=True):
+        torch.testing.assert_close(tensor.grad, wanted)
+
+
+def test_a_part_of_an_operand_and_other_tensors_are_kept() -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    with DeferredOperands() as deferred:
+        operand = x * 2
+        deferred.defer(operand, lambda: torch.full((4, 6), torch.nan))
+        out = operand[:2].sin().sum() + (operand.detach().t() @ x).sum()
+    out.backward()
+    assert bool(torch.isfinite(x.grad).all())

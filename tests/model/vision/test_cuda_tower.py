@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.model.cuda.tower import attend_images, embed_patches, fuse_tower_module
 from headrace.model.load import load_model
+from headrace.model.vision.cuda_tower import attend_images, embed_patches, fuse_tower_module
 from headrace.model.vision.tower import encode_images
 from support.vision_models import TYPES, VisionFolder
 
