@@ -46,8 +46,8 @@ SUPPORTED: Mapping[str, str] = {
     "glm4_moe_lite": "GLM-4.7-Flash",
 }
 
-# compared with transformers in half precision on CUDA too
-ON_CUDA = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "gemma")
+# compared with transformers in half precision on CUDA too, by `tests/gpu/test_families.py` and `test_vision.py`
+ON_CUDA = (*SUPPORTED, "qwen3_vl", "qwen2_5_vl", "smolvlm", "idefics3")
 
 REFUSED: Mapping[str, str] = {
     "gemma3n_text": "has per-layer embeddings and keys shared between layers; not tested yet",

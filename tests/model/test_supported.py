@@ -20,6 +20,7 @@ from headrace.model.load import LanguageModel, prepare
 from headrace.model.lora import add_lora, linear_layers, lora_layers, merged_state_dict, save_adapter
 from headrace.model.supported import ON_CUDA, REFUSED, SUPPORTED, check_device, check_supported, decoder_layers
 from headrace.model.tiny import make_tokenizer
+from headrace.model.vision.kinds import KINDS
 from headrace.names import described_context
 from headrace.types import Completion, SampleRequest, SamplingParams, int_array
 from support.model_variants import VARIANTS, VOCABULARY, make
@@ -297,7 +298,7 @@ def test_sequences_end_where_longrope_would_change_their_positions() -> None:
     assert described_context(config.to_dict()) == 128
 
 
-@pytest.mark.parametrize("kind", sorted(SUPPORTED))
+@pytest.mark.parametrize("kind", [*sorted(SUPPORTED), *sorted(KINDS)])
 def test_a_type_that_was_not_compared_on_cuda_is_refused_there(kind: str) -> None:
     check_device(Config(kind), "cpu")
     if kind in ON_CUDA:
