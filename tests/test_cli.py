@@ -308,7 +308,8 @@ def test_doctor_looks_at_the_machine_and_checks_it(
     assert re.search(rf"^torch +{re.escape(version('torch'))}$", text, flags=re.MULTILINE)
     assert "cpu in float32, because torch sees no GPU" in text
     assert "\n  llama  " in text
-    assert "decoded in CUDA graphs: llama, mistral, qwen2, qwen3; other types step by step" in text
+    assert "decoded in CUDA graphs: llama, mistral, " in text
+    assert "; other types step by step" in text
     assert "reproducible sampling: yes, " in text
     assert code == 0
 
