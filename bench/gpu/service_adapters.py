@@ -2,9 +2,9 @@
 
     python bench/gpu/service_adapters.py [--shape 0.6B] [--rows 128] [--tokens 1024] [--repeats 3]
 
-A model of the shape of Qwen3-0.6B with random weights, served by `headrace serve` in a process of its own; the SDK creates an
-adapter of rank 32, saves its weights for a sampler, and asks for `--rows` samples of `--tokens` tokens behind prompts of
-128. The engine of the same shape and adapter gives its own figure first, in this process, and is then freed.
+A model of the shape of Qwen3-0.6B with random weights, served by `headrace serve` in a process of its own; the SDK
+creates an adapter of rank 32, saves its weights for a sampler, and asks for `--rows` samples of `--tokens` tokens
+behind prompts of 128. The engine with the same shape and such an adapter comes first, in this process.
 
 The last line is JSON; `ratio` is the SDK's tokens a second over the engine's (medians).
 """
@@ -27,6 +27,8 @@ import adapters as engine_bench
 import numpy as np
 import torch
 from qwen import timed
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from headrace.infer.cuda import graph_decoder
 from headrace.infer.engine import EmbeddedEngine
@@ -64,6 +66,14 @@ def engine_times(lm: object, rows: int, tokens: int, repeats: int) -> list[float
     times = timed(lambda: engine_bench.sample(engine, rows, tokens, [key], next(seeds)), repeats)
     engine.close()
     return times
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with a word for every token."""
+    words = {f"w{token}": token for token in range(engine_bench.VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", eos_token="w1")
 
 
 @contextmanager
@@ -128,6 +138,7 @@ def main() -> None:
         folder = Path(name)
         lm = engine_bench.make(given.shape)
         lm.model.save_pretrained(folder / "model")
+        make_tokenizer().save_pretrained(folder / "model")
         own = engine_times(lm, given.rows, given.tokens, given.repeats)
         print("engine:", " ".join(f"{each:.3f}" for each in own), "s", flush=True)
         del lm
