@@ -8,13 +8,14 @@ however its prefix got into the slot.
 Shape letters: T tokens, H heads, K width of keys, V width of values, N chunks, C places of a chunk, B slots, R runs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headrace.model import cuda
-from headrace.model.hybrid.layout import ChunkLayout, SlotRuns, spread_over_chunks
+from headrace.model.hybrid.layout import ChunkLayout, SlotRuns, running_sums, spread_over_chunks
 
 EPS = 1e-6  # of the length of queries and keys
 
@@ -41,27 +42,29 @@ def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout, *, kernels: bool
         spread_over_chunks(x, layout)
         for x in (inputs.query_THK, inputs.key_THK, inputs.value_THV, inputs.decay_TH, inputs.beta_TH)
     )
-    total = decay.cumsum(dim=-1)  # [N, H, C]: log of the decay since the chunk's start
+    kernels = kernels and _kernels_apply(key.shape[-1], value.shape[-1], layout.size)
+    multiply = _product() if kernels else torch.matmul
+    total = running_sums(decay)  # [N, H, C]: log of the decay since the chunk's start
     later = torch.ones(layout.size, layout.size, dtype=torch.bool, device=key.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     weighted = key * beta[..., None]
-    system = (weighted @ key.transpose(-1, -2)) * between
-    sides = torch.cat([value * beta[..., None], weighted * total.exp()[..., None]], dim=-1)
-    kernels = kernels and _kernels_apply(key.shape[-1], value.shape[-1], layout.size)
-    solved = (
-        _inverse(system) @ sides
-        if kernels
-        else torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    )
-    own, reads = solved.split([value.shape[-1], key.shape[-1]], dim=-1)
-    within = (query @ key.transpose(-1, -2)) * between
+    system = multiply(weighted, key.transpose(-1, -2)) * between
+    sides = value * beta[..., None], weighted * total.exp()[..., None]
+    if kernels:
+        inverse = _inverse(system)
+        own, reads = (multiply(inverse, side) for side in sides)
+    else:
+        both = torch.cat(sides, dim=-1)
+        solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
+        own, reads = torch.split(solved, [value.shape[-1], key.shape[-1]], dim=-1)
+    within = multiply(query, key.transpose(-1, -2)) * between
     from_state = query * total.exp()[..., None]
     to_state = (key * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)
     if kernels:
         from headrace.model.cuda.delta_kernels import chain_states  # needs Triton
 
         states, new = chain_states(own, reads, to_state.transpose(-1, -2), total[..., -1].exp(), layout.chains)
-        return _gathered(from_state @ states + within @ new, layout)
+        return _gathered(multiply(from_state, states) + multiply(within, new), layout)
     chunk_decay = total[..., -1].exp()[..., None, None]
     outputs = []
     state: Tensor | None = None
@@ -88,6 +91,12 @@ def _kernels_apply(keys: int, values: int, size: int) -> bool:
     from headrace.model.cuda.delta_kernels import supports  # needs Triton
 
     return supports(keys, values, size)
+
+
+def _product() -> Callable[[Tensor, Tensor], Tensor]:
+    from headrace.model.cuda.delta_kernels import product  # needs Triton
+
+    return product
 
 
 def _inverse(system_NHCC: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.model import cuda
-from headrace.model.hybrid.layout import ChunkLayout, SlotRuns, spread_over_chunks
+from headrace.model.hybrid.layout import ChunkLayout, SlotRuns, running_sums, spread_over_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def scan_packed(inputs: ScanInputs, layout: ChunkLayout) -> Tensor:
         spread_over_chunks(x, layout) for x in (inputs.value_THV, inputs.key_TGK, inputs.query_TGK, inputs.decay_TH)
     )
     heads = value.shape[1] // key.shape[1]
-    total = decay.cumsum(dim=-1)  # [N, H, C]: log of the decay since the chunk's start
+    total = running_sums(decay)  # [N, H, C]: log of the decay since the chunk's start
     later = torch.ones(layout.size, layout.size, dtype=torch.bool, device=key.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     scores_NHCC = (query @ key.transpose(-1, -2)).repeat_interleave(heads, dim=1) * between
