@@ -56,7 +56,7 @@ def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout, *, kernels: bool
     else:
         both = torch.cat(sides, dim=-1)
         solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
-        own, reads = torch.split(solved, [value.shape[-1], key.shape[-1]], dim=-1)
+        own, reads = solved[..., : value.shape[-1]], solved[..., value.shape[-1] :]
     within = multiply(query, key.transpose(-1, -2)) * between
     from_state = query * total.exp()[..., None]
     to_state = (key * (total[..., -1:] - total).exp()[..., None]).transpose(-1, -2)
