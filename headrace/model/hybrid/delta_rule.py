@@ -69,7 +69,8 @@ def delta_rule_packed(inputs: DeltaInputs, layout: ChunkLayout, *, kernels: bool
     outputs = []
     state: Tensor | None = None
     parts = zip(
-        *(x.split(list(layout.depths)) for x in (own, reads, within, from_state, to_state, chunk_decay)), strict=True
+        *(torch.split(x, list(layout.depths)) for x in (own, reads, within, from_state, to_state, chunk_decay)),
+        strict=True,
     )
     for depth, (own_, reads_, within_, from_state_, to_state_, decay_) in enumerate(parts):
         if state is None:
