@@ -4,7 +4,7 @@ Tokens are sorted by expert, each expert's rows are filled up to a multiple of 8
 its rows. So on a CPU a token's result has the same bits whatever else is in the batch (`docs/design.md`, determinism),
 and its K results are added in the order of its choice. Routers compute in float32 or wider, as transformers does, and
 stay in float64 where the model is float64. Files of the hub have one tensor for each expert; `stack_experts` and
-`split_experts` translate. bfloat16 models on CUDA have grouped products (`cuda/experts.py`).
+`split_experts` translate. bfloat16 models on CUDA have grouped products (`cuda/grouped_experts.py`).
 
 **Routing replay.** The engine records the experts of every token in its cache, a completion carries them, and training
 sends each token to the experts that it had when it was sampled: a choice that rounding turns is a jump in log-probs
@@ -37,7 +37,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from headrace.errors import ModelError
 from headrace.metrics import ExpertLoad, Mean, Metric
 from headrace.model.attention import Cached, Context
-from headrace.model.cuda import experts as grouped
+from headrace.model.cuda import grouped_experts as grouped
 from headrace.model.lora import BESIDE, LoraParameter
 
 NAME = "headrace"

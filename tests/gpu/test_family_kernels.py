@@ -26,7 +26,7 @@ def test_weighted_gates_and_sums_of_experts(
     inner: int, width: int, tokens: int, top_k: int, dtype: torch.dtype, close: float
 ) -> None:
     from headrace.model.cuda import expert_kernels
-    from headrace.model.cuda.experts import SortedRows
+    from headrace.model.cuda.grouped_experts import SortedRows
 
     chosen = torch.stack([torch.randperm(6, generator=torch.Generator().manual_seed(t))[:top_k] for t in range(tokens)])
     rows = SortedRows.of(chosen.to(DEVICE), 6)

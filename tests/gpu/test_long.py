@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from headrace.model import attention
 from headrace.model.attention import Packed, attend, make_packed
 from headrace.model.cuda import available, cudnn_attention
 from headrace.model.load import LanguageModel, prepare, recompute_layers
@@ -157,7 +158,7 @@ def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_models_gradient_is_the_float32_one_within_rounding(lora: bool) -> None:
+def test_a_models_gradient_is_as_near_to_float32_as_without_cudnn(lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt that three answers share, and long sequences; kept and recomputed."""
     data = data_of((300, 20, 2200), shared=2100) + data_of((2500,))
     exact = gradients(model_on("cuda", torch.float32, lora=lora), data)
@@ -165,8 +166,12 @@ def test_a_models_gradient_is_the_float32_one_within_rounding(lora: bool) -> Non
     recomputing = model_on("cuda", torch.bfloat16, lora=lora)
     recompute_layers(recomputing.model)
     recomputed = gradients(recomputing, data)
-    print(f"kept {distance(kept, exact):.4f}, recomputed {distance(recomputed, exact):.4f}")
-    assert distance(kept, exact) < 12 * BF16
+    monkeypatch.setattr(attention, "LONG", 10**9)
+    usual = gradients(model_on("cuda", torch.bfloat16, lora=lora), data)  # in the variable-length kernel
+    found = [distance(each, exact) for each in (kept, recomputed, usual)]
+    print("kept {:.4f}, recomputed {:.4f}, in one kernel {:.4f}".format(*found))
+    assert found[0] < 1.05 * found[2]
+    assert found[2] < 0.3  # else there is nothing to compare
     assert distance(recomputed, kept) < 2 * BF16  # cuDNN adds up in no fixed order
 
 

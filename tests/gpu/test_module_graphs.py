@@ -24,6 +24,7 @@ from support.model_variants import VARIANTS, VOCABULARY, make
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 pytestmark = pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="torch sees no CUDA device")
+MIXTURES = [name for name, (_, sizes) in VARIANTS.items() if "experts" in repr(sizes)]
 KINDS = [name for name, (kind, _) in VARIANTS.items() if kind in cuda.MODULE_TYPES]
 ROWS = 8
 
@@ -95,6 +96,8 @@ def differences(lm: LanguageModel, requests: Sequence[SampleRequest], got: Seque
 
 @pytest.mark.parametrize("variant", KINDS)
 def test_in_float32_the_tokens_are_those_of_the_plain_path(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if variant in MIXTURES and not INTERPRETED:
+        pytest.skip("in float32 experts are computed one by one, which cannot be captured and never is")
     lm, requests = model_of(variant, monkeypatch, torch.float32), requests_of(ROWS)
     with opened(lm, graphs=True) as engine:
         graphed = sample(engine, requests)
@@ -125,7 +128,7 @@ def test_in_bfloat16_more_requests_than_rows_have_the_log_probs_of_the_trainer(
     assert by_graph < 1.5 * by_plain + 3e-3
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe"])
+@pytest.mark.parametrize("variant", ["qwen3_5_text"])
 def test_slots_that_grow_get_new_graphs(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model_of(variant, monkeypatch, torch.float32)
     request = SampleRequest(

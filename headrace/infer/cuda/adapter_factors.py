@@ -49,7 +49,7 @@ class AdapterFactors:
 
     @property
     def layout(self) -> tuple[int, int]:
-        """What captured graphs depend on."""
+        """Return what captured graphs depend on."""
         return self.most_rank, len(self.ranks)
 
     def put(self, key: int, adapter: Adapter) -> None:
@@ -113,7 +113,7 @@ def _part_number(name: str, shape: DecoderShape) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class LowBuffers:
-    """What the two kernels of a part hand on: A x for all rows of a forward pass, and its slices."""
+    """The buffers between the two kernels of a part: A x for all rows of a forward pass, and its slices."""
 
     half: Tensor  # in the type of the layers' factors
     head: Tensor  # in the type of the head's

@@ -1,7 +1,7 @@
 """Training on CUDA beside torch's own kernels: fused layers, float16 products, log-softmax, compilation, determinism.
 
 - `layers.py` fuses the RMS norm, rotation and gated SiLU of decoder layers.
-- `experts.py` computes the experts of mixtures by grouped products, with the kernels of `expert_kernels.py`.
+- `grouped_experts.py` computes the experts of mixtures by grouped products, with the kernels of `expert_kernels.py`.
 - `delta_kernels.py` computes the gated delta rule of hybrids, and `convolution.py` their short convolutions.
 - `head_norms.py` has the RMS norms of narrow rows.
 - `fp16_matmul.py` has matrix products and attention with float16 operands, for bfloat16 models.

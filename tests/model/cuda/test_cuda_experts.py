@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headrace.model import experts as cpu
-from headrace.model.cuda import experts as grouped
+from headrace.model.cuda import grouped_experts as grouped
 from headrace.model.experts import mix_experts
 from headrace.model.load import prepare
 from headrace.model.lora import BESIDE, add_lora
