@@ -130,9 +130,10 @@ def test_openai_clients_talk_to_a_real_model(tiny: tuple[str, ServiceHandle]) ->
 def test_cached_positions_leave_room_for_training() -> None:
     shape = tiny_model_dims(width=64, layers=2, heads=4, kv_heads=2, context=128, vocabulary=100)
     # a position has a key and a value of 2 heads of 16 in 2 layers, 2 bytes each: 256 bytes; half of 1 MiB holds 2048
-    assert kv_room(shape, 2, free_bytes=2**20, full=False) == 2048
     parameters = num_parameters(shape)
-    free_bytes = parameters * (2 * 3 + 16) + 3 * 2**20  # the model and two copies, 16 bytes for training
+    assert kv_room(shape, 2, free_bytes=2 * parameters + 2**20, full=False) == 2048  # graphs have a copy
+    # the model and two copies, what graphs read of each, 16 bytes for training
+    free_bytes = parameters * (2 * 3 + 2 * 3 + 16) + 3 * 2**20
     assert kv_room(shape, 2, free_bytes=free_bytes, full=True) == 2048
     assert kv_room(shape, 2, free_bytes=parameters, full=True) == 0
 

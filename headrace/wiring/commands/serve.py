@@ -263,10 +263,12 @@ def _kv_tokens(lm: LanguageModel, max_num_seqs: int, *, full: bool) -> int:
 
 def kv_room(shape: ModelDims, size: int, *, free_bytes: int, full: bool) -> int:
     """Return the cached positions that each engine may have: half of the memory is for training. A full model needs,
-    beside its weights, 16 bytes per parameter for gradient, master and moments; its copies have their own engines."""
-    copies = FULL_COPIES if full else 0
-    training = num_parameters(shape) * (size * (1 + copies) + 16) if full else 0
-    return max(0, free_bytes - training) // 2 // (kv_bytes_per_token(shape, size) * (1 + copies))
+    beside its weights, 16 bytes per parameter for gradient, master and moments; its copies have their own engines.
+    Each engine's graphs read a copy of the weights."""
+    copies, parameters = FULL_COPIES if full else 0, num_parameters(shape)
+    training = parameters * (size * (1 + copies) + 16) if full else 0
+    decoding = parameters * size * (1 + copies)
+    return max(0, free_bytes - training - decoding) // 2 // (kv_bytes_per_token(shape, size) * (1 + copies))
 
 
 def _keys(config: ServeConfig, journal: Journal, *, make_key: bool) -> tuple[list[HashedKey], str | None]:
