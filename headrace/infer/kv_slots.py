@@ -154,6 +154,7 @@ class Slots:
         self.tokens = tokens  # positions of a slot
         self._share_sampled, self._has_states = share_sampled, has_states
         self._kept_at = [0] * rows  # the length of each slot's prefix whose state was kept
+        self._overrun = [False] * rows  # slots whose state has taken in tokens that were discarded
         self.waiting: deque[SequenceState] = deque()
         self.occupants: list[SequenceState | None] = [None] * rows
         self.filled = [0] * rows  # positions of each slot that are in the cache
@@ -291,7 +292,8 @@ class Slots:
         reached = np.minimum(common, sharable)
         if self._has_states:
             kept = np.array(self._kept_at)
-            reached = np.where(common >= filled, filled, np.where(common >= kept, kept, 0))
+            exact = (common >= filled) & ~np.array(self._overrun)
+            reached = np.where(exact, filled, np.where(common >= kept, kept, 0))
         shares = np.where(old & ~resumed, 0, reached)
         donor = int(shares.argmax())
         shared = int(shares[donor])
@@ -315,7 +317,7 @@ class Slots:
         stale = bool(self._slot_adapters[row] != sequence.adapter)
         self._slot_adapters[row] = sequence.adapter
         self.occupants[row], self.filled[row], self._used_at[row] = sequence, filled, self._clock
-        self._prefilled[row] = filled
+        self._prefilled[row], self._overrun[row] = filled, False
         self._interrupted.pop(row, None)
         known = len(sequence.tokens) - 1
         self._cached_tokens[row, :known] = sequence.marked(0, known)
@@ -333,6 +335,10 @@ class Slots:
     def state_kept(self, row: int) -> None:
         """Record that the state after all tokens of the slot was kept."""
         self._kept_at[row] = self.filled[row]
+
+    def state_overrun(self, row: int) -> None:
+        """Record that the state of the slot has taken in tokens behind those that it holds."""
+        self._overrun[row] = self._has_states
 
     def empty(self, row: int) -> None:
         """Give up what a slot holds."""
@@ -399,6 +405,7 @@ class Slots:
             for gone, filled in zip(cut, self.filled, strict=False)
         ] + [0] * new
         self._prefilled = self._prefilled[:rows] + [0] * new
+        self._overrun = self._overrun[:rows] + [False] * new
         self._used_at = self._used_at[:rows] + [0] * new
         self._generations = [count + 1 for count in self._generations[:rows]] + [0] * new  # no shared prefix survives
         self._slot_adapters = np.concatenate([self._slot_adapters[:rows], np.full(new, BASE)])

@@ -330,6 +330,8 @@ class Scheduler:
         sequence.raw_logprobs.extend(raw_logprobs[:count])
         sequence.versions.extend([self._runner.version_of(sequence.adapter)] * count)
         self.counters.decoded += count
+        if stopped and self._decoder is not None:
+            self._slots.state_overrun(row)  # it decodes past a stop string
         if stopped or tokens[count - 1] in sequence.stop_tokens:
             self._finish(sequence, StopReason.STOP)
         elif len(sequence.tokens) >= sequence.limit:

@@ -144,10 +144,11 @@ def beat() -> None:
 
 
 async def to_watched_thread(what: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run `asyncio.to_thread` with an activity of the thread, for calls that wait for a disk."""
+    """Run `asyncio.to_thread` with an activity of the thread, for calls that wait for a disk: large files may take as
+    long as models take to load."""
 
     def watched() -> R:
-        with watching_thread(what):
+        with watching_thread(what, loads=True):
             return call(*args, **kwargs)
 
     return await asyncio.to_thread(watched)

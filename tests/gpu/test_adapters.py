@@ -16,7 +16,7 @@ from headrace.model.load import LanguageModel
 from headrace.model.multi_lora import Adapter, AdapterTable, install_hooks
 from headrace.service.host.adapter_host import AdapterHost
 from headrace.service.host.model_host import AdapterSpec
-from headrace.types import CROSS_ENTROPY, Adam, Completion, Datum, SampleRequest, float_array, int_array
+from headrace.types import CROSS_ENTROPY, Adam, Completion, Datum, SampleRequest, SamplingParams, float_array, int_array
 from support.cuda_models import KV_TOKENS, VOCABULARY, model_of, requests_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -96,6 +96,13 @@ def test_in_bfloat16_log_probs_of_mixed_adapters_are_those_of_a_forward_pass() -
         found = differences(engine, requests, sample_all(engine, requests, keys), keys)
     print("mean differences:", " ".join(f"{each:.5f}" for each in found))
     assert max(found) < 0.01
+
+
+def test_a_prompt_of_two_tokens_has_one_to_prefill() -> None:
+    with opened(model_of(dtype=torch.bfloat16), graphs=True) as (engine, table, _):
+        key = table.put(random_adapter(table, 16, EVERYTHING, 0, 0.05))
+        request = SampleRequest(prompt=int_array([5, 9]), params=SamplingParams(max_tokens=20, seed=1, stop_tokens=()))
+        assert max(differences(engine, [request], sample_all(engine, [request], [key]), [key])) < 0.02
 
 
 def test_adapters_come_and_go_without_a_capture() -> None:

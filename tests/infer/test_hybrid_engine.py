@@ -1,6 +1,7 @@
 """Models with recurrent layers in the engine: the same bits in any batch, states shared where a prompt ends."""
 
 import asyncio
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -10,11 +11,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from headrace.infer.engine import EmbeddedEngine
-from headrace.infer.kv_slots import Slots
+from headrace.infer.kv_slots import SequenceState, SlotAssignment, Slots
 from headrace.model.attention import Packed
 from headrace.model.load import LanguageModel, fingerprint, prepare
 from headrace.model.tiny import make_tokenizer
-from headrace.types import Completion, SampleRequest, SharedWeights, StopReason
+from headrace.types import Completion, SampleRequest, SamplingParams, SharedWeights, StopReason, int_array
 from support.engines import (
     CONTEXT,
     VOCABULARY,
@@ -243,3 +244,34 @@ def test_slots_that_become_short_give_up_a_state_that_is_longer() -> None:
     slots.filled[0], slots.filled[1] = 200, 100
     slots.resize(8, 128)
     assert slots.filled[:2] == [0, 100]
+
+
+def test_a_state_that_took_in_discarded_tokens_is_not_gone_on_with() -> None:
+    slots = Slots(8, 256, has_states=True)
+
+    def sequence(tokens: list[int], arrival: int) -> SequenceState:
+        request = SampleRequest(prompt=int_array(tokens), params=SamplingParams(max_tokens=9))
+        return SequenceState(request, Future(), frozenset(), 250, arrival)
+
+    def placed(tokens: list[int], arrival: int) -> SlotAssignment:
+        slots.enqueue(sequence(tokens, arrival))
+        [assignment] = slots.place_waiting()
+        return assignment
+
+    prompt, sampled = list(range(40)), [50, 51, 52]
+    for overrun, shared in ((False, 42), (True, 39)):
+        first = placed(prompt, 0)
+        occupant = slots.occupants[first.row]
+        assert occupant is not None
+        slots.fill(first.row, prompt[first.shared : -1])
+        slots.state_kept(first.row)
+        slots.fill(first.row, [prompt[-1], *sampled[:-1]], sampled=True)
+        if overrun:
+            slots.state_overrun(first.row)
+        slots.leave(occupant)
+        again = placed([*prompt, *sampled, 60, 61], 1)
+        assert (again.shared, again.from_kept) == (shared, overrun)
+        follower = slots.occupants[again.row]
+        assert follower is not None
+        slots.leave(follower)
+        slots.forget()

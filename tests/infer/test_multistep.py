@@ -19,6 +19,7 @@ from headrace.algo.random import uniforms
 from headrace.errors import SamplerError
 from headrace.infer import scheduler as scheduler_module
 from headrace.infer.engine import EmbeddedEngine
+from headrace.infer.kv_slots import Slots
 from headrace.infer.multistep import STOPS, DecodeResult, DecodeRow, decoded_rows
 from headrace.infer.sampling import sample_rows
 from headrace.model.attention import Cached, KVCache, PromptChunk
@@ -396,6 +397,18 @@ def test_what_lies_behind_a_stop_string_is_thrown_away_and_not_reused() -> None:
     assert bits(short) == bits(alone(LM, stopped))
     assert len(short.tokens) == 8
     assert bits(later) == bits(alone(LM, again))
+
+
+def test_the_state_behind_a_stop_string_is_marked_as_overrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    monkeypatch.setattr(Slots, "state_overrun", lambda _, row: rows.append(row))
+    free = alone(LM, request_of(prompt_of(9), 40, seed=2))
+    words = LM.tokenizer.decode(free.tokens[6:8])
+    with multistep_engine() as engine:
+        sample_all(engine, [request_of(prompt_of(9), 40, seed=2)])
+        assert rows == []
+        sample_all(engine, [request_of(prompt_of(9), 40, seed=2, stop_strings=(words,))])
+    assert len(rows) == 1
 
 
 def test_preempted_sequences_go_on_and_keep_their_bits() -> None:

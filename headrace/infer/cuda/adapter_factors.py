@@ -121,15 +121,15 @@ class LowBuffers:
     arrivals: Tensor
 
     @staticmethod
-    def make(factors: AdapterFactors, rows: int, blocks: int) -> "LowBuffers":
+    def make(factors: AdapterFactors, rows: int, blocks: int, rows_of_block: int) -> "LowBuffers":
         shape, like, rank = factors.shape, factors.like, factors.most_rank
         inputs = {3: shape.D, 2: shape.D, 1: max(shape.inner, shape.Q * shape.W, shape.D)}
-        slices = max(layers * slices_of(size, DECODE_BLOCK) for layers, size in inputs.items())
+        slices = max(layers * slices_of(size, rows_of_block) for layers, size in inputs.items())
         tiles = 3 * (rank // min(rank, MOST_TILE))
         return LowBuffers(
-            half=like.new_zeros(rows * 3 * rank),
-            head=factors.like_head.new_zeros(rows * rank),
-            slices=like.new_zeros(rows * rank * slices, dtype=torch.float32),
+            half=like.new_empty(rows * 3 * rank),
+            head=factors.like_head.new_empty(rows * rank),
+            slices=like.new_empty(rows * rank * slices, dtype=torch.float32),
             arrivals=like.new_zeros(blocks * tiles, dtype=torch.int32),
         )
 

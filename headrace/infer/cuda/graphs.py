@@ -153,7 +153,7 @@ class GraphDecoder:
         if self._adapters is not None and adapters is not None and any(adapters):
             runs = [(self._adapters.slot_of(key), chunk.length) for key, chunk in zip(adapters, chunks, strict=True)]
             parts = torch.from_numpy(adapter_blocks(runs, PROMPT_BLOCK)).to(device)
-            buffers = LowBuffers.make(self._adapters, rows, len(parts))
+            buffers = LowBuffers.make(self._adapters, rows, len(parts), PROMPT_BLOCK)
             adapted = AdaptedRows(self._adapters, parts, rows, PROMPT_BLOCK, buffers)
         forward.hidden(self._weights, tokens_T, workspace, attend, only_cache=True, adapted=adapted)
 
@@ -232,7 +232,7 @@ class GraphDecoder:
         if self._layout != self._adapters.layout:
             self._layout = self._adapters.layout
             self._drop_graphs({graph for graph in self._graphs if graph[1]})
-            self._low = LowBuffers.make(self._adapters, self._max_num_seqs, self._max_num_seqs)
+            self._low = LowBuffers.make(self._adapters, self._max_num_seqs, self._max_num_seqs, DECODE_BLOCK)
         blocks = adapter_blocks([(self._adapters.slot_of(key), 1) for key in keys], DECODE_BLOCK)
         self._room = room_for_blocks(self._bucket, len(blocks))
         padded = np.full((self._room, 3), (-1, 0, 0), dtype=np.int32)

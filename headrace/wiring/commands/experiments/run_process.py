@@ -25,6 +25,7 @@ from headrace.storage.folder_lock import LOCK
 logger = logging.getLogger(__name__)
 PROGRAM = (sys.executable, "-m", "headrace.start")
 POLL_S = 5.0
+SUSPENDED_S = 30.0  # that a look comes late by where the sweep itself was stopped
 GRACE_S, KILL_S = 60.0, 10.0  # for a process that was asked to end beyond its own deadline, and one that was killed
 
 
@@ -86,12 +87,14 @@ def _wait(
     stop_s: float,
     poll_s: float,
 ) -> int:
+    looked = time.monotonic()
     while True:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(poll_s)
-        if signs.seen():
-            activity.beat()
         now = time.monotonic()
+        if signs.seen() or now - looked > poll_s + SUSPENDED_S:  # a sweep that was stopped has seen no signs meanwhile
+            activity.beat()
+        looked = now
         if received and now - received[0] >= stop_s + GRACE_S:
             logger.error("run %s has not stopped after %.0f s: its process is ended", run.name, now - received[0])
             return end_process(process, grace_s=0.0)

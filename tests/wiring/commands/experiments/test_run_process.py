@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -82,3 +84,28 @@ def test_a_process_that_does_not_hear_is_killed() -> None:
         assert process.stdout is not None
         process.stdout.readline()
         assert end_process(process, grace_s=0.2) == -signal.SIGKILL
+
+
+def test_a_sweep_that_was_stopped_for_hours_ends_no_healthy_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Suspended:
+        """A process that was stopped with the sweep for five hours, and ends after that."""
+
+        clock, looks = 0.0, 0
+
+        def monotonic(self) -> float:
+            return self.clock
+
+        def wait(self, _: float) -> int:
+            self.looks += 1
+            if self.looks > 2:
+                return 0
+            self.clock += 5 * 3600.0
+            raise subprocess.TimeoutExpired("headrace", 5.0)
+
+    process: Any = Suspended()
+    signs: Any = SimpleNamespace(seen=lambda: False)
+    activity: Any = SimpleNamespace(moved=0.0)
+    activity.beat = lambda: setattr(activity, "moved", process.clock)
+    monkeypatch.setattr(run_process, "time", process)
+    run = RunConfig(name="seed-0", load_end_s=4 * 3600.0)
+    assert run_process._wait(process, signs, activity, [], run=run, stop_s=1.0, poll_s=5.0) == 0
