@@ -30,6 +30,8 @@ def leaving_threads(*, after_s: float = END_S) -> Iterator[None]:
 
 def _end(after_s: float, code: int) -> None:
     time.sleep(after_s)
+    if not getattr(threading, "_SHUTTING_DOWN", True):
+        return  # a program that called the command goes on
     main = threading.main_thread()
     left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not main]
     sys.stderr.write(

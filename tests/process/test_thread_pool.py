@@ -50,3 +50,12 @@ def test_a_process_without_such_threads_ends_at_once() -> None:
     program = "from headrace.process.last_threads import leaving_threads\nwith leaving_threads(): pass"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_program_that_goes_on_after_the_command_is_not_ended() -> None:
+    program = (
+        "import time\nfrom headrace.process.last_threads import leaving_threads\n"
+        "with leaving_threads(after_s=0.2): pass\ntime.sleep(1.0)\nprint('went on')"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "went on\n")
